@@ -1,0 +1,57 @@
+# One environment in .venv; stamps remember what was installed, so that a second run needs no network.
+#   make demo    needs only the package itself
+#   make test    installs the test and lint tools as well, into the same environment
+# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test and bench).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.base-stamp
+FULL := $(VENV)/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo test lint bench docs clean help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
+
+setup: $(FULL) ## create .venv with the package and all development tools
+
+demo: $(BASE) ## run the demo (FILES="..." are passed on)
+	$(BIN)/python examples/demo/run.py $(FILES)
+
+test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(FULL) ## check style, format, types and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(FULL) ## run the benchmarks (ARGS="..." are passed on)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(BIN)/python ## check that links inside README.md and docs/ resolve
+	$(BIN)/python docs/check_links.py
+
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "$(PYTHON) was not found. Install Python 3.10 or later, or run: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "celery_budget needs Python 3.10 or later, $(PYTHON) is $$($(PYTHON) -V 2>&1). Run: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "No environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+# The interpreter is order-only: its time stamp is older than pyproject.toml and says nothing.
+$(BASE): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $(BASE)
+
+$(FULL): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $(BASE) $(FULL)

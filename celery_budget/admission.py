@@ -1,0 +1,114 @@
+"""Admission: a request is reserved together with its message, refused, or parked.
+
+One transaction in each case, and one round trip on PostgreSQL where it is reserved or refused.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from dataclasses import dataclass
+
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest
+from celery_budget.settings import Settings
+from celery_budget.store import Store, attempts, continuations, outbox, parked, reservations
+
+__all__ = ["Swept", "admit", "admit_parked", "enqueue", "retry"]
+
+
+def admit(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    continuation: bool = False,
+    delivered: bool = False,
+    stop: threading.Event | None = None,
+) -> Admitted:
+    """Reserve ``request`` with ``message`` in the outbox, or refuse it, or park it.
+
+    :param continuation: it continues work that runs: what does not fit is parked instead of
+        refused, and a fault of the store is waited out instead of raised.
+    :param delivered: a worker has the message already; it is kept, not published.
+    :raises UnknownBudget, RequestConflict, StoreError: nothing was changed.
+    """
+    if continuation:
+        return store.wait_out(
+            stop,
+            continuations.reserve_or_park,
+            request,
+            message,
+            delivered=delivered,
+            lock_ms=settings.lock_ms,
+            park_us=settings.park_us,
+        )
+    return store.run_statement(
+        reservations.reserve, request, message, delivered=delivered, lock_ms=settings.lock_ms
+    )
+
+
+def retry(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    message: WireMessage,
+    attempt: int,
+    claim_id: uuid.UUID,
+    stop: threading.Event | None = None,
+) -> Reserved | Parked | None:
+    """Write the message of a running attempt's retry, blocked until that attempt ends.
+
+    Raises the hold to what was used plus the estimate; what does not fit is parked. None, and
+    nothing changed, where the attempt has lost its fence. Waits out faults of the store.
+
+    :param request: carries the reservation's own id and the retry's number.
+    """
+    return store.wait_out(
+        stop, attempts.write_retry, request, message, attempt, claim_id, settings.park_us
+    )
+
+
+def enqueue(
+    store: Store,
+    settings: Settings,
+    message: WireMessage,
+    parent: uuid.UUID | None = None,
+    stop: threading.Event | None = None,
+) -> bool:
+    """Write a message that draws on no budget; false where its parent has written it before.
+
+    :param parent: the reservation whose attempt publishes it after its call.
+    """
+    return store.wait_out(stop, outbox.enqueue, settings.root, message, parent_id=parent)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What became of parked work: how much was admitted, and the tasks whose time was over."""
+
+    admitted: int
+    over: tuple[str, ...]
+
+
+def admit_parked(store: Store, settings: Settings, limit: int = 100) -> Swept:
+    """Look at parked work, what waited longest since its last look first, and admit what fits.
+
+    Each in a transaction of its own, so that what is admitted does not wait for the others.
+    """
+    admitted = 0
+    over: list[str] = []
+    for row in store.run(parked.waiting, settings.root, limit):
+        if row.over:
+            if store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id):
+                over.append(row.task_id)
+        elif store.run(
+            continuations.try_parked,
+            settings.root,
+            row.parked_id,
+            row.reservation_id,
+            settings.lock_ms,
+        ):
+            admitted += 1
+    return Swept(admitted, tuple(over))

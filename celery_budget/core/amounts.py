@@ -1,0 +1,35 @@
+"""Amounts: integers from 0 to 2^63-1 in a unit's smallest part."""
+
+from __future__ import annotations
+
+from celery_budget.errors import InvalidAmount
+
+__all__ = ["MAX_AMOUNT", "check_amount", "check_limit"]
+
+#: The largest amount, limit, balance and total: what a signed 64-bit column holds.
+MAX_AMOUNT = 2**63 - 1
+
+
+def check_amount(value: object, what: str) -> int:
+    """Return ``value`` if it is an amount.
+
+    :param what: names the value in the error, such as ``"the estimate of shop.draft"``.
+    :raises InvalidAmount: for anything but an ``int`` from 0 to 2^63-1; ``bool`` is not a number
+        here, and a float is refused even where it is whole.
+    """
+    if type(value) is not int:
+        raise InvalidAmount(
+            f"{what} is {value!r} ({type(value).__name__}); an amount is an integer "
+            "from 0 to 2^63-1"
+        )
+    if not 0 <= value <= MAX_AMOUNT:
+        raise InvalidAmount(f"{what} is {value}; an amount is an integer from 0 to 2^63-1")
+    return value
+
+
+def check_limit(value: object, what: str) -> int | None:
+    """Return ``value`` if it is a limit: an amount, or none for unlimited.
+
+    :raises InvalidAmount: as :func:`check_amount`.
+    """
+    return None if value is None else check_amount(value, what)

@@ -1,0 +1,123 @@
+"""Who a request is: its ids and its fingerprint.
+
+A repeat of a request must come out as the same task. Ids that are derived are therefore UUIDv5
+over names, and what must be the same is compared by a fingerprint over the task and its arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime
+from datetime import time as clock_time
+from decimal import Decimal
+from enum import Enum
+
+__all__ = ["Fingerprint", "derived_id", "fingerprint", "new_id", "task_id_of"]
+
+_NAMESPACE = uuid.UUID("6d1f7c0e-55f0-5a4c-9a53-0d1c8a1e2b70")
+
+
+def new_id() -> uuid.UUID:
+    """Return a new UUIDv7 (RFC 9562): 48 bits of milliseconds, then 74 random ones.
+
+    Ids made later sort later, to the millisecond, which keeps inserts at the end of their index.
+    """
+    value = (time.time_ns() // 1_000_000 & (2**48 - 1)) << 80
+    value |= int.from_bytes(os.urandom(10), "big")
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return uuid.UUID(int=value)
+
+
+def derived_id(*names: str) -> uuid.UUID:
+    """Return the UUIDv5 of ``names``; lengths are part of it, so that no two lists meet."""
+    return uuid.uuid5(_NAMESPACE, "".join(f"{len(name)}:{name}" for name in names))
+
+
+def task_id_of(owner: str, request_id: str) -> str:
+    """Return the task id that ``request_id`` of ``owner`` stands for, always the same one."""
+    return str(derived_id("request", owner, request_id))
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What makes two requests the same.
+
+    :ivar digest: version, colon, and SHA-256 in hex.
+    :ivar opaque: whether values were left out because they have no stable written form.
+    """
+
+    digest: str
+    opaque: bool
+
+
+def fingerprint(task_name: str, arguments: Mapping[str, object]) -> Fingerprint:
+    """Return the fingerprint of a call of ``task_name`` with its bound ``arguments``.
+
+    Types are part of it (``1``, ``1.0``, ``True`` and ``"1"`` differ), a tuple equals a list
+    (a serializer turns one into the other), sets and mappings do not depend on order. A value of
+    any other type is left out and the fingerprint is flagged as opaque; nothing is pickled.
+    """
+    digest = hashlib.sha256()
+    opaque = False
+    for chunk in _chunks([task_name, dict(arguments)]):
+        opaque = opaque or chunk is _OPAQUE
+        digest.update(chunk)
+    return Fingerprint(f"1:{digest.hexdigest()}", opaque)
+
+
+_OPAQUE = b"?;"
+
+
+def _chunks(value: object) -> Iterator[bytes]:
+    """Yield ``value`` in a written form that is unique: a type tag, then length or content."""
+    if isinstance(value, Enum):
+        # Before str and int: an enum's members may be both.
+        yield from _text("e", f"{type(value).__qualname__}.{value.name}")
+    elif value is None:
+        yield b"n;"
+    elif isinstance(value, bool):
+        yield b"b1;" if value else b"b0;"
+    elif isinstance(value, int):
+        yield from _text("i", str(value))
+    elif isinstance(value, float):
+        yield from _text("f", value.hex())
+    elif isinstance(value, str):
+        yield from _text("s", value)
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        raw = bytes(value)
+        yield b"y%d:" % len(raw)
+        yield raw
+    elif isinstance(value, Decimal):
+        yield from _text("d", str(value))
+    elif isinstance(value, uuid.UUID):
+        yield from _text("u", value.hex)
+    elif isinstance(value, (datetime, date, clock_time)):
+        yield from _text("t", f"{type(value).__name__} {value.isoformat()}")
+    elif isinstance(value, (list, tuple)):
+        yield b"l%d:" % len(value)
+        for item in value:
+            yield from _chunks(item)
+    elif isinstance(value, (set, frozenset)):
+        yield from _sorted(b"S", [list(_chunks(item)) for item in value])
+    elif isinstance(value, Mapping):
+        yield from _sorted(b"m", [list(_chunks([key, item])) for key, item in value.items()])
+    else:
+        yield _OPAQUE
+
+
+def _text(tag: str, text: str) -> Iterator[bytes]:
+    raw = text.encode("utf-8", "surrogatepass")
+    yield f"{tag}{len(raw)}:".encode()
+    yield raw
+
+
+def _sorted(tag: bytes, items: list[list[bytes]]) -> Iterator[bytes]:
+    yield tag + b"%d:" % len(items)
+    for chunks in sorted(items, key=b"".join):
+        yield from chunks

@@ -1,0 +1,31 @@
+"""The finished wire message, as the outbox keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["WireMessage"]
+
+
+@dataclass(frozen=True)
+class WireMessage:
+    """One message as the broker will get it.
+
+    :ivar task_id: the id of the task it starts; for messages that start none, an id of their own.
+    :ivar task_name: the task it starts.
+    :ivar body: the serialised and compressed body.
+    :ivar envelope: everything else the publisher needs (content type and encoding, headers,
+        properties, exchange, routing key, declarations), written by the integration and read by
+        nobody else.
+    :ivar queue: where it goes, for people to read.
+    :ivar due_us: microseconds since the epoch before which it must not be published; 0 for at once.
+    :ivar expires_us: after which it must not be published any more; none for never.
+    """
+
+    task_id: str
+    task_name: str
+    body: bytes
+    envelope: str
+    queue: str
+    due_us: int = 0
+    expires_us: int | None = None

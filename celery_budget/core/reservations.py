@@ -1,0 +1,186 @@
+"""Reservations: what is asked for, what comes of it, and the states it passes through.
+
+::
+
+    reserved -> published -> running <-> waiting
+        \\           \\           \\          \\
+         +-> released +-> released +-> settled +-> released
+                                   +-> lost
+
+``settled``: it ran to an end. ``released``: it never ran. ``lost``: it ran and its outcome is
+unknown. A terminal state is reached once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+__all__ = [
+    "CLAIMABLE",
+    "TERMINAL",
+    "USED",
+    "Admitted",
+    "AlreadyReserved",
+    "Claimed",
+    "Closed",
+    "Line",
+    "Missing",
+    "Outcome",
+    "Parked",
+    "Refused",
+    "Replay",
+    "ReserveRequest",
+    "Reserved",
+    "Running",
+    "StoredOutcome",
+]
+
+#: States from which an attempt may be claimed.
+CLAIMABLE = ("reserved", "published", "waiting")
+
+#: States that are never left.
+TERMINAL = ("settled", "released", "lost")
+
+#: The charge rule of a line that pays for what was used.
+USED = "used"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one request asks of one budget: ``amount`` in the budget's unit, charged as ``used``."""
+
+    budget: str
+    amount: int
+    charge: str = USED
+
+
+@dataclass(frozen=True)
+class ReserveRequest:
+    """One request for admission.
+
+    :ivar reservation_id: its id if it is admitted, made by the caller so that a repeat of the
+        statement after a lost connection finds itself.
+    :ivar owner: the first budget named; request ids are unique for each owner.
+    :ivar request_id: the caller's id of the request; the task id where none was given.
+    :ivar nesting: how often the task replaced itself; with the task id the key of the request.
+    :ivar fingerprint: see :func:`celery_budget.core.identity.fingerprint`.
+    :ivar opaque: whether values are missing from the fingerprint.
+    :ivar parent: the reservation whose attempt publishes this one after its call.
+    :ivar retries: Celery's count of retries in the message.
+    :ivar unreserved: whether a worker admits a message that came without a reservation.
+    """
+
+    reservation_id: uuid.UUID
+    root: str
+    owner: str
+    request_id: str
+    task_id: str
+    task_name: str
+    stage: str
+    fingerprint: str
+    estimator: str
+    estimator_version: str
+    lines: tuple[Line, ...]
+    opaque: bool = False
+    nesting: int = 0
+    parent: uuid.UUID | None = None
+    retries: int = 0
+    unreserved: bool = False
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """The request was admitted: its lines are held and its message is in the outbox."""
+
+    reservation_id: uuid.UUID
+
+
+@dataclass(frozen=True)
+class AlreadyReserved:
+    """The same request was admitted before; nothing was changed."""
+
+    reservation_id: uuid.UUID
+    task_id: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A budget was short; nothing was changed. Amounts as seen when it was refused."""
+
+    budget: str
+    unit: str
+    requested: int
+    limit: int
+    reserved: int
+    spent: int
+
+
+@dataclass(frozen=True)
+class Parked:
+    """The request waits for budget and holds nothing new."""
+
+    parked_id: uuid.UUID
+
+
+Admitted = Reserved | AlreadyReserved | Refused | Parked
+
+
+@dataclass(frozen=True)
+class StoredOutcome:
+    """A return value or an exception, encoded by the integration.
+
+    :ivar kind: ``returned`` or ``raised``.
+    :ivar payload: the encoded value; none where it was not kept (too large, or not encodable).
+    """
+
+    kind: str
+    payload: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt's call ended.
+
+    :ivar kind: ``returned, raised, retried, replaced, ignored`` or ``rejected``.
+    :ivar payload: the encoded value for a replay, for ``returned`` and ``raised``.
+    :ivar requeue: for ``rejected``: whether the broker will deliver the message again.
+    """
+
+    kind: str
+    payload: str | None = None
+    requeue: bool = False
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """This delivery may run: it is ``attempt`` of the reservation, under ``claim_id``."""
+
+    attempt: int
+    claim_id: uuid.UUID
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The attempt ended before but was not closed: its outcome is to be given again."""
+
+    attempt: int
+    claim_id: uuid.UUID
+    stored: StoredOutcome
+
+
+@dataclass(frozen=True)
+class Running:
+    """Another delivery runs, or finishes, this attempt."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The attempt this delivery stands for has ended; there is nothing to do."""
+
+    state: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The ledger has no such reservation for this task."""

@@ -1,0 +1,186 @@
+"""What reports show: balances, counts, drift, one request's life, and whether the ledger adds up.
+
+Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from celery_budget.core.budgets import Balance
+from celery_budget.settings import Settings
+from celery_budget.store import Store, budgets, reports
+
+__all__ = ["Drift", "Reconciliation", "Report", "Story", "explain", "reconcile", "report"]
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """Whether the ledger adds up.
+
+    :ivar mismatches: one sentence for each thing that is wrong; empty where it adds up.
+    :ivar open_work: requests that have not ended, by state; messages still due; parked work.
+    """
+
+    mismatches: tuple[str, ...]
+    open_work: dict[str, int]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong. Work that is still open is not wrong."""
+        return not self.mismatches
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {"ok": self.ok, "mismatches": list(self.mismatches), "open": self.open_work}
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Estimated against actual of the settled requests of one stage and estimator."""
+
+    stage: str
+    estimator: str
+    version: str
+    requests: int
+    estimated: int
+    actual: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Actual over estimated; none where nothing was estimated."""
+        return self.actual / self.estimated if self.estimated else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {**asdict(self), "ratio": None if self.ratio is None else round(self.ratio, 4)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The ledger at one look.
+
+    :ivar counts: ``admitted`` requests, those ``refused`` and ``parked``, and of the admitted how
+        many are in each state and carry each flag.
+    """
+
+    balances: tuple[Balance, ...]
+    counts: dict[str, int]
+    drift: tuple[Drift, ...]
+    reconciliation: Reconciliation
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "budgets": [balance_as_dict(balance) for balance in self.balances],
+            "counts": self.counts,
+            "drift": [drift.as_dict() for drift in self.drift],
+            "reconciliation": self.reconciliation.as_dict(),
+        }
+
+
+def balance_as_dict(balance: Balance) -> dict[str, Any]:
+    """Return a balance for JSON, amounts as exact integers."""
+    return {**asdict(balance), "available": balance.available}
+
+
+@dataclass(frozen=True)
+class Story:
+    """The life of one request, as far as the ledger knows it."""
+
+    reservation: dict[str, Any]
+    lines: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...]
+    attempts: tuple[dict[str, Any], ...]
+    usage: tuple[dict[str, Any], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+def reconcile(store: Store, settings: Settings) -> Reconciliation:
+    """Check the ledger against itself; each check is one statement and so one snapshot."""
+    root = settings.root
+    found = [
+        f"budget {row.budget!r} says {row.reserved} reserved and {row.spent} spent, "
+        f"its lines add up to {row.lines_reserved} and {row.lines_settled}"
+        for row in store.run(reports.mismatched_balances, root)
+    ]
+    found += [
+        f"task {row.task_id} is {row.state} and its line on {row.budget!r} holds {row.reserved}, "
+        f"used {row.used} and charged {row.settled}"
+        for row in store.run(reports.mismatched_lines, root)
+    ]
+    found += [
+        f"task {row.task_id} used {row.used} of {row.budget!r} by its line and "
+        f"{row.recorded} by its usage records"
+        for row in store.run(reports.mismatched_usage, root)
+    ]
+    found += [
+        f"task {row.task_id} of {row.owner!r} is {row.state} and nothing will bring it to an end"
+        for row in store.run(reports.unreachable, root)
+    ]
+    return Reconciliation(tuple(found), store.run(reports.open_work, root))
+
+
+_STATES = ("reserved", "published", "running", "waiting", "settled", "released", "lost")
+
+
+def report(store: Store, settings: Settings) -> Report:
+    """Gather the report."""
+    root = settings.root
+    raw = store.run(reports.counts, root)
+    states = {state: raw.get(f"state_{state}", 0) for state in _STATES}
+    flags = {flag: raw[flag] for flag in ("over", "unmetered", "unreserved")}
+    counts = {
+        "admitted": sum(states.values()),
+        "refused": raw["refused"],
+        "parked": raw["parked"],
+        **states,
+        **flags,
+    }
+    drift = tuple(
+        Drift(
+            row.stage,
+            row.estimator,
+            row.estimator_version,
+            int(row.requests),
+            int(row.estimated),
+            int(row.actual),
+        )
+        for row in store.run(reports.drift, root)
+    )
+    balances = tuple(store.run(budgets.balances_of, root))
+    return Report(balances, counts, drift, reconcile(store, settings))
+
+
+def explain(store: Store, settings: Settings, some_id: str) -> list[Story]:
+    """Return what is known of the requests with this task id, request id or reservation id."""
+    root = settings.root
+    stories = []
+    for row in store.run(reports.find_reservations, root, some_id):
+        parts = store.run(reports.story, root, row.reservation_id)
+        reservation = {**_plain(row), "parked": _parked(store, root, row.task_id)}
+        stories.append(
+            Story(reservation, **{name: tuple(map(_plain, rows)) for name, rows in parts.items()})
+        )
+    if not stories:
+        stories = [
+            Story({**parked, "state": "parked"}, (), (), (), ())
+            for parked in _parked(store, root, some_id)
+        ]
+    return stories
+
+
+def _parked(store: Store, root: str, task_id: str) -> list[dict[str, Any]]:
+    return [_plain(row) for row in store.run(reports.find_parked, root, task_id)]
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """Return a row as a dictionary of JSON's types."""
+    return {
+        name: value if isinstance(value, (int, float, bool, str, type(None))) else str(value)
+        for name, value in row._mapping.items()
+    }

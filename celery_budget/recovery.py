@@ -1,0 +1,133 @@
+"""Recovery: what nobody else would bring to an end.
+
+Attempts whose lease lapsed, attempts that ended without being closed, and published messages that
+were never started. All of it is found without locks and looked at again behind the lock of its
+reservation before it is changed, so that several may run.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from celery_budget.settings import Settings
+from celery_budget.store import Store, attempts, outbox, reservations
+
+__all__ = ["Recovered", "Results", "run_once"]
+
+logger = logging.getLogger(__name__)
+
+LIMIT = 100
+#: A replay may take this many leases before the message is published once more.
+REPLAY_LEASES = 2
+
+
+class Results(Protocol):
+    """What recovery needs of the result backend."""
+
+    def ready(self, task_id: str) -> str | None:
+        """Return ``returned`` or ``raised`` where a final result is stored, else none."""
+
+    def ended(self, task_id: str, reason: str) -> None:
+        """Store that the task will not run (again), for whoever waits for it."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What one pass did, in numbers of requests."""
+
+    rerun: int = 0
+    lost: int = 0
+    finished: int = 0
+    replayed: int = 0
+    republished: int = 0
+    undelivered: int = 0
+
+
+def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
+    """Look for stuck work once and bring each piece one step on."""
+    counts = dict.fromkeys(Recovered.__dataclass_fields__, 0)
+    for seen in store.run(attempts.lapsed, settings.root, LIMIT):
+        if seen.ended_us is None:
+            step = _recover_running(store, settings, results, seen)
+        else:
+            step = _recover_unclosed(store, settings, results, seen)
+        if step is not None:
+            counts[step] += 1
+            logger.warning(
+                "attempt %s of task %s[%s] lapsed: %s",
+                seen.attempt,
+                seen.task_name,
+                seen.task_id,
+                step,
+            )
+    for silent in store.run(outbox.silent, settings.root, LIMIT):
+        step = _recover_silent(store, settings, results, silent)
+        if step is not None:
+            counts[step] += 1
+    store.run(outbox.prune, settings.root, LIMIT)
+    return Recovered(**counts)
+
+
+def _recover_running(
+    store: Store, settings: Settings, results: Results, seen: attempts.Lapsed
+) -> str | None:
+    """End an attempt whose worker is gone: with Celery's result, run again, or as lost.
+
+    A result that is stored already stands: the ledger ends with it and the task does not run
+    again. An early-acknowledged message is gone from the broker, the task may have had its
+    effects, and its caller did not ask for a second run: it is lost. The same goes for one that
+    took all its deliveries.
+    """
+    ready = results.ready(seen.task_id)
+    again = seen.late_ack and seen.deliveries < settings.max_deliveries
+    if ready is None and not again:
+        # First the result, then the ledger: a crash in between finds the result and ends with it.
+        results.ended(seen.task_id, "lost")
+    state = store.run(
+        attempts.abandon,
+        settings.root,
+        seen.reservation_id,
+        seen.attempt,
+        seen.claim_id,
+        again=again,
+        park_us=settings.park_us,
+        ready=ready,
+    )
+    return {"waiting": "rerun", "lost": "lost", "settled": "finished", None: None}[state]
+
+
+def _recover_unclosed(
+    store: Store, settings: Settings, results: Results, seen: attempts.Lapsed
+) -> str | None:
+    """Have an ended attempt's message published again, so that a worker gives its outcome again.
+
+    Where the result is stored already, what comes before it was published too: it is closed. So
+    is one that was replayed too often, or that leaves nothing to replay.
+    """
+    replays_left = seen.replays < settings.max_deliveries
+    replayable = seen.outcome in ("returned", "raised") and replays_left
+    if not replayable or results.ready(seen.task_id) is not None:
+        closed = store.run(
+            attempts.close, settings.root, seen.reservation_id, seen.attempt, seen.claim_id
+        )
+        return "finished" if closed else None
+    replaying = store.run(
+        attempts.republish_ended, settings.root, seen, REPLAY_LEASES * settings.lease_us
+    )
+    return "replayed" if replaying else None
+
+
+def _recover_silent(
+    store: Store, settings: Settings, results: Results, seen: outbox.Silent
+) -> str | None:
+    """Publish a message again that no worker has started, or give up on it."""
+    if seen.publishes >= settings.max_publishes:
+        results.ended(seen.task_id, "undelivered")
+        released = store.run(
+            reservations.release, settings.root, seen.reservation_id, "undelivered"
+        )
+        return "undelivered" if released is not None else None
+    again = store.run(outbox.republish, settings.root, seen)
+    return "republished" if again else None

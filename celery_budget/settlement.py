@@ -1,0 +1,113 @@
+"""Settlement: what a worker tells the ledger about one attempt, from its claim to its close.
+
+A fault of the store never becomes a task's failure: claim, usage and settlement wait it out.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from dataclasses import dataclass, field
+
+from celery_budget.core.amounts import check_amount
+from celery_budget.core.identity import new_id
+from celery_budget.core.reservations import (
+    Claimed,
+    Closed,
+    Missing,
+    Outcome,
+    Replay,
+    Running,
+    StoredOutcome,
+)
+from celery_budget.settings import Settings
+from celery_budget.store import Store, attempts, reservations, usage
+from celery_budget.store.attempts import Delivery
+
+__all__ = ["Attempt", "Delivery", "claim", "release", "renew"]
+
+MAX_KEY_LENGTH = 255
+
+
+def claim(
+    store: Store, settings: Settings, delivery: Delivery, stop: threading.Event | None = None
+) -> Attempt | Running | Closed | Missing:
+    """Claim the attempt that ``delivery`` stands for, or tell why it may not run."""
+    claim_id = new_id()
+    claimed = store.wait_out(stop, attempts.claim, delivery, claim_id, settings.lease_us)
+    if isinstance(claimed, (Claimed, Replay)):
+        return Attempt(
+            store,
+            delivery.root,
+            delivery.reservation_id,
+            claimed.attempt,
+            claimed.claim_id,
+            claimed.stored if isinstance(claimed, Replay) else None,
+            stop,
+        )
+    return claimed
+
+
+@dataclass
+class Attempt:
+    """One claimed attempt, in the hands of the worker that claimed it.
+
+    :ivar replay: the outcome of an attempt that ended without being closed; it is to be given
+        again, not run again.
+    """
+
+    store: Store
+    root: str
+    reservation_id: uuid.UUID
+    number: int
+    claim_id: uuid.UUID
+    replay: StoredOutcome | None = None
+    stop: threading.Event | None = None
+    called: bool = False
+    _sequence: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def record(self, amount: object, key: object = None) -> bool:
+        """Record usage; see :func:`celery_budget.usage.record`."""
+        amount = check_amount(amount, "recorded usage")
+        if key is None:
+            with self._lock:
+                self._sequence += 1
+                written = f"attempt:{self.number}:{self._sequence}"
+        elif isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH:
+            written = f"key:{key}"
+        else:
+            raise ValueError(f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters")
+        return self.store.wait_out(
+            self.stop,
+            usage.record,
+            self.root,
+            self.reservation_id,
+            self.number,
+            written,
+            amount,
+        )
+
+    def end(self, outcome: Outcome) -> bool:
+        """End the attempt with ``outcome``; false where its fence is gone."""
+        return self.store.wait_out(self.stop, attempts.end, *self._key, outcome)
+
+    def close(self) -> bool:
+        """Close the attempt; false where its fence is gone. A few tries: recovery does the rest."""
+        return self.store.run(attempts.close, *self._key)
+
+    @property
+    def _key(self) -> tuple[str, uuid.UUID, int, uuid.UUID]:
+        return self.root, self.reservation_id, self.number, self.claim_id
+
+
+def renew(
+    store: Store, settings: Settings, reservation_ids: list[uuid.UUID], boot_id: uuid.UUID
+) -> int:
+    """Extend the leases of the attempts that this worker has open; return how many."""
+    return store.run(attempts.renew, settings.root, reservation_ids, boot_id, settings.lease_us)
+
+
+def release(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:
+    """Give back the hold of a request that will not run; false where there was none."""
+    return store.run(reservations.release, root, reservation_id, reason) is not None

@@ -1,0 +1,215 @@
+"""Work that goes on: it is never refused, what does not fit is parked.
+
+The next attempt of a reservation (a retry, or the same message again after a lost worker) needs
+the estimate once more on top of what was used so far. While it is parked no more is held than was
+used, so that two of them never wait for each other's holds.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import (
+    TERMINAL,
+    AlreadyReserved,
+    Line,
+    Parked,
+    Refused,
+    Reserved,
+    ReserveRequest,
+)
+from celery_budget.errors import BudgetError
+from celery_budget.store import outbox, parked
+from celery_budget.store.reservations import hold, lines_of, lock, release, reserve
+
+__all__ = ["again_request", "give_up", "next_attempt", "reserve_or_park", "try_parked"]
+
+
+def reserve_or_park(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    delivered: bool,
+    lock_ms: int,
+    park_us: int,
+) -> Reserved | AlreadyReserved | Parked:
+    """Admit a continuation, or park it; a repeat changes nothing. Locks as :func:`reserve`."""
+    admitted = reserve(
+        connection, request, message, delivered=delivered, note_refusal=False, lock_ms=lock_ms
+    )
+    if isinstance(admitted, Refused):
+        return Parked(parked.park(connection, request, message, park_us))
+    return admitted
+
+
+def next_attempt(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    after_attempt: int,
+    running: bool,
+    park_us: int,
+) -> Reserved | Parked:
+    """Hold what the next attempt needs and write its message, or park both.
+
+    The caller holds the reservation's row. Locks its balances in order, then its outbox row.
+
+    :param request: carries the reservation's id, the estimates and the message's retries.
+    :param after_attempt: the attempt it follows.
+    :param running: whether that one still runs: the message is blocked until it ends.
+    """
+    reservation_id = request.reservation_id
+    if _raise_holds(connection, request):
+        _write_next(connection, request, message, after_attempt, running)
+        return Reserved(reservation_id)
+    for line in lines_of(connection, request.root, reservation_id):
+        hold(connection, request.root, line, line.used, within_limit=False)
+    return Parked(
+        parked.park(
+            connection,
+            request,
+            message,
+            park_us,
+            reservation_id=reservation_id,
+            after_attempt=after_attempt,
+        )
+    )
+
+
+def _write_next(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    after_attempt: int,
+    running: bool,
+) -> None:
+    outbox.enqueue(
+        connection,
+        request.root,
+        message,
+        state="blocked" if running else "due",
+        reservation_id=request.reservation_id,
+        retries=request.retries,
+        after_attempt=after_attempt,
+    )
+
+
+def _raise_holds(connection: Connection, request: ReserveRequest) -> bool:
+    """Make each line hold its estimate on top of what was used; all or none, false for none."""
+    raised: list[sa.Row[Any]] = []
+    amounts = {line.budget: line.amount for line in request.lines}
+    for line in lines_of(connection, request.root, request.reservation_id):
+        estimate = amounts.get(line.budget, line.estimate)
+        target = line.used + estimate
+        fits = target <= MAX_AMOUNT and hold(
+            connection,
+            request.root,
+            line,
+            target,
+            within_limit=target > line.reserved,
+            estimate=estimate,
+        )
+        if not fits:
+            for before in raised:
+                now_held = before._replace(reserved=before.used + amounts[before.budget])
+                hold(
+                    connection,
+                    request.root,
+                    now_held,
+                    before.reserved,
+                    within_limit=False,
+                    estimate=before.estimate,
+                )
+            return False
+        raised.append(line)
+    return True
+
+
+def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
+    """Return the request that would run a reservation's present message once more."""
+    reservation_id: uuid.UUID = row.reservation_id
+    return ReserveRequest(
+        reservation_id=reservation_id,
+        root=row.root,
+        owner=row.owner,
+        request_id=row.request_id,
+        task_id=row.task_id,
+        task_name=row.task_name,
+        stage=row.stage,
+        fingerprint=row.fingerprint,
+        estimator=row.estimator,
+        estimator_version=row.estimator_version,
+        lines=tuple(
+            Line(line.budget, line.estimate, line.charge)
+            for line in lines_of(connection, row.root, reservation_id)
+        ),
+        opaque=row.opaque,
+        nesting=row.nesting,
+        parent=row.parent_id,
+        retries=row.retries,
+        unreserved=row.unreserved,
+    )
+
+
+def try_parked(
+    connection: Connection,
+    root: str,
+    parked_id: uuid.UUID,
+    reservation_id: uuid.UUID | None,
+    lock_ms: int,
+) -> bool:
+    """Admit one parked row if it fits now.
+
+    Locks the reservation it belongs to, the parked row, then as :func:`reserve`. Two sweeps at
+    once: the second passes the locked row by. A budget that is gone, or an id that is in use for
+    something else, counts as not fitting: it waits until its time is over.
+    """
+    held = None if reservation_id is None else lock(connection, root, reservation_id)
+    row = parked.lock_parked(connection, root, parked_id)
+    if row is None:
+        return False
+    request, message = parked.request_of(row), parked.message_of(row)
+    try:
+        if reservation_id is None:
+            fits = not isinstance(
+                reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms), Refused
+            )
+        elif held is None or held.state in TERMINAL:
+            fits = True
+        else:
+            fits = _raise_holds(connection, request)
+            if fits:
+                running = held.state == "running" and held.attempts == row.after_attempt
+                _write_next(connection, request, message, row.after_attempt, running)
+    except BudgetError:
+        fits = False
+    if fits:
+        parked.unpark(connection, root, parked_id)
+    else:
+        parked.touch(connection, root, parked_id)
+    return fits
+
+
+def give_up(
+    connection: Connection, root: str, parked_id: uuid.UUID, reservation_id: uuid.UUID | None
+) -> bool:
+    """Drop a parked row whose time is over; the reservation that waited for it is settled.
+
+    Locks as :func:`try_parked`. False while the attempt it follows still runs.
+    """
+    held = None if reservation_id is None else lock(connection, root, reservation_id)
+    if held is not None and held.state == "running":
+        return False
+    if parked.lock_parked(connection, root, parked_id) is None:
+        return False
+    parked.unpark(connection, root, parked_id)
+    if reservation_id is not None:
+        release(connection, root, reservation_id, "park_expired")
+    return True

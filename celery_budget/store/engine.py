@@ -1,0 +1,239 @@
+"""Connections, transactions, and the one place where database errors and retries are handled.
+
+Everything else in this package takes a connection and neither opens, commits nor retries.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+from sqlalchemy.engine import Connection, Engine
+
+from celery_budget.core.backoff import backoff_seconds
+from celery_budget.errors import ConfigurationError, SchemaError, StoreError
+
+__all__ = ["Store"]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: How often a call is tried where its caller waits for an answer.
+TRIES = 4
+FIRST_WAIT_SECONDS = 0.05
+LONGEST_WAIT_SECONDS = 5.0
+
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+class Store:
+    """The ledger's database.
+
+    :param url: SQLAlchemy URL, PostgreSQL through psycopg or SQLite in a file.
+    :param lock_seconds: how long a statement waits for a lock; then it fails as retryable.
+    :raises ConfigurationError: for a URL of another database, or without its driver.
+
+    Safe to use from several threads, and in children after a fork: a child drops the connections
+    it inherited without closing them and opens its own.
+    """
+
+    def __init__(self, url: str, lock_seconds: float = 5.0) -> None:
+        self._lock_ms = int(lock_seconds * 1000)
+        self._engine = _create_engine(url, self._lock_ms)
+        self._autocommit = (
+            self._engine.execution_options(isolation_level="AUTOCOMMIT")
+            if self.dialect == "postgresql"
+            else self._engine
+        )
+        _stores.add(self)
+
+    @property
+    def dialect(self) -> str:
+        """``postgresql`` or ``sqlite``."""
+        return str(self._engine.dialect.name)
+
+    @property
+    def url(self) -> str:
+        """The URL without its password, for messages."""
+        return self._engine.url.render_as_string(hide_password=True)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """Open one transaction that may write; commit at the end, roll back on an error.
+
+        :raises StoreError: for whatever the database or the way to it refuses.
+        :raises SchemaError: where tables are missing.
+        """
+        with self._translated(), self._engine.begin() as connection:
+            if self.dialect == "postgresql":
+                connection.execute(
+                    sa.text("SELECT set_config('lock_timeout', :ms, true)"),
+                    {"ms": str(self._lock_ms)},
+                )
+            yield connection
+
+    @contextmanager
+    def statement(self) -> Iterator[Connection]:
+        """Open a connection on which each statement is its own transaction.
+
+        On SQLite, where nothing is saved by that, it is one transaction.
+        """
+        if self.dialect == "sqlite":
+            with self.transaction() as connection:
+                yield connection
+        else:
+            with self._translated(), self._autocommit.connect() as connection:
+                yield connection
+
+    def run(
+        self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call ``function(connection, …)`` in one transaction, again where that may help.
+
+        :raises StoreError: when the tries are used up, or at once where none can help.
+        """
+        return self._retry(self.transaction, TRIES, None, function, *args, **kwargs)
+
+    def run_statement(
+        self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """As :meth:`run`, for a function that executes one statement: saves two round trips."""
+        return self._retry(self.statement, TRIES, None, function, *args, **kwargs)
+
+    def wait_out(
+        self,
+        stop: threading.Event | None,
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """As :meth:`run`, but wait for as long as the store's fault may pass.
+
+        For workers: a fault of the store must not become a task's failure.
+
+        :param stop: ends the waiting with the error.
+        """
+        return self._retry(
+            self.transaction, None, stop or threading.Event(), function, *args, **kwargs
+        )
+
+    def _retry(
+        self,
+        connect: Callable[[], Any],
+        tries: int | None,
+        stop: threading.Event | None,
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        failures = 0
+        while True:
+            try:
+                with connect() as connection:
+                    return function(connection, *args, **kwargs)
+            except StoreError as error:
+                failures += 1
+                if not error.retryable or (tries is not None and failures >= tries):
+                    raise
+                wait = backoff_seconds(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+                if tries is None:
+                    logger.warning("%s; trying again in %.1f s", error, wait)
+                if stop is None:
+                    time.sleep(wait)
+                elif stop.wait(wait):
+                    raise
+
+    def dispose(self) -> None:
+        """Close all connections; the store may be used again."""
+        self._engine.dispose()
+
+    def forget_connections(self) -> None:
+        """Drop inherited connections without touching their sockets (after a fork)."""
+        self._engine.dispose(close=False)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.DBAPIError as error:
+            raise _translate(error) from error
+        except exc.TimeoutError as error:
+            raise StoreError(f"no connection to the ledger was free: {error}", True) from error
+
+
+def _create_engine(url: str, lock_ms: int) -> Engine:
+    try:
+        parsed = sa.make_url(url)
+        if parsed.get_backend_name() not in ("postgresql", "sqlite"):
+            raise ConfigurationError(
+                f"budget_database_url is for {parsed.get_backend_name()}; "
+                "the ledger lives in PostgreSQL or SQLite"
+            )
+        if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
+            raise ConfigurationError(
+                "budget_database_url is an in-memory SQLite database, which workers cannot share; "
+                "give a file: 'sqlite:////absolute/path.db'"
+            )
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        engine = sa.create_engine(parsed)
+    except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
+        raise ConfigurationError(f"budget_database_url cannot be used: {error}") from error
+    if engine.dialect.name == "sqlite":
+        _prepare_sqlite(engine, lock_ms)
+    return engine
+
+
+def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
+    @event.listens_for(engine, "connect")
+    def connect(connection: Any, record: Any) -> None:
+        # Transactions are begun by us, not by the driver before the first write.
+        connection.isolation_level = None
+        connection.execute(f"PRAGMA busy_timeout = {lock_ms}")
+        connection.execute("PRAGMA journal_mode = WAL")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # Take the write lock first: a transaction that reads and then writes could not wait.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _translate(error: exc.DBAPIError) -> StoreError | SchemaError:
+    """Return the error a caller sees for what the driver raised.
+
+    Retryable are: a connection lost or refused, a lock not had in time, a deadlock, a
+    serialization failure, a server that shuts down or starts up. All of them are the driver's
+    OperationalError, and of an OperationalError only a missing table is not.
+    """
+    said = str(error.orig).strip().splitlines()
+    message = said[0] if said else type(error.orig).__name__
+    state = getattr(error.orig, "sqlstate", None)
+    # 42P01 undefined_table, 42883 undefined_function, 42703 undefined_column
+    if state in ("42P01", "42883", "42703") or "no such table" in message:
+        return SchemaError(
+            f"the ledger's tables are missing or of another version ({message}); "
+            "run 'celery -A PROJ budget init'"
+        )
+    retryable = error.connection_invalidated or isinstance(
+        error, (exc.OperationalError, exc.InterfaceError)
+    )
+    return StoreError(f"the ledger's database failed: {message}", retryable)
+
+
+def _forget_inherited_connections() -> None:
+    for store in list(_stores):
+        store.forget_connections()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_inherited_connections)

@@ -1,0 +1,61 @@
+"""The schema's version: bring it up to date, or tell that it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.engine import Connection
+
+from celery_budget.errors import SchemaError
+
+__all__ = ["VERSION_TABLE", "check", "upgrade"]
+
+#: Alembic's own table; not its default name, so that it can share a database with an application.
+VERSION_TABLE = "budget_alembic_version"
+
+
+def upgrade(connection: Connection) -> str:
+    """Apply every migration that is missing and return the version reached.
+
+    In the caller's transaction: all or nothing. Two at once wait for each other on SQLite; on
+    PostgreSQL an advisory lock sees to it.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7016996765293437281)")
+    config = _config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    return _head()
+
+
+def check(connection: Connection) -> None:
+    """Check that the schema is of the version this package needs.
+
+    :raises SchemaError: otherwise.
+    """
+    found = MigrationContext.configure(
+        connection, opts={"version_table": VERSION_TABLE}
+    ).get_current_revision()
+    if found != _head():
+        raise SchemaError(
+            f"the ledger's schema is at version {found or 'none'} and this release needs "
+            f"{_head()}; run 'celery -A PROJ budget init'"
+        )
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+def _head() -> str:
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    if head is None:
+        raise SchemaError("this installation of celery_budget lacks its migrations; reinstall it")
+    return head

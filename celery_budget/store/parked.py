@@ -1,0 +1,169 @@
+"""Parked work: continuations that wait for budget and hold nothing new."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.identity import new_id
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import Line, ReserveRequest
+from celery_budget.store.insert import insert_new
+from celery_budget.store.schema import now_us, parked
+
+__all__ = [
+    "lock_parked",
+    "message_of",
+    "park",
+    "request_of",
+    "successor_of",
+    "touch",
+    "unpark",
+    "waiting",
+]
+
+
+def park(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    park_us: int,
+    *,
+    reservation_id: uuid.UUID | None = None,
+    after_attempt: int | None = None,
+) -> uuid.UUID:
+    """Park a request, or with ``reservation_id`` the next attempt of one; a repeat changes nothing.
+
+    :param park_us: how long it may wait.
+    :param after_attempt: the attempt it follows.
+    """
+    parked_id = new_id()
+    inserted = insert_new(
+        connection,
+        parked,
+        root=request.root,
+        parked_id=parked_id,
+        reservation_id=reservation_id,
+        after_attempt=after_attempt,
+        owner=request.owner,
+        task_id=request.task_id,
+        nesting=request.nesting,
+        retries=request.retries,
+        request=_written(request),
+        created_us=now_us(),
+        deadline_us=now_us() + park_us,
+        checked_us=0,
+        task_name=message.task_name,
+        queue=message.queue,
+        due_us=message.due_us,
+        expires_us=message.expires_us,
+        body=message.body,
+        envelope=message.envelope,
+    )
+    if inserted:
+        return parked_id
+    existing: uuid.UUID = connection.execute(
+        sa.select(parked.c.parked_id).where(
+            parked.c.root == request.root,
+            parked.c.owner == request.owner,
+            parked.c.task_id == request.task_id,
+            parked.c.nesting == request.nesting,
+            parked.c.retries == request.retries,
+        )
+    ).scalar_one()
+    return existing
+
+
+def waiting(connection: Connection, root: str, limit: int) -> list[sa.Row[Any]]:
+    """Return parked work, what was looked at longest ago first. Locks nothing."""
+    return list(
+        connection.execute(
+            sa.select(
+                parked.c.parked_id,
+                parked.c.reservation_id,
+                parked.c.task_id,
+                (
+                    (parked.c.deadline_us <= now_us())
+                    | sa.func.coalesce(parked.c.expires_us <= now_us(), sa.false())
+                ).label("over"),
+            )
+            .where(parked.c.root == root)
+            .order_by(parked.c.checked_us, parked.c.parked_id)
+            .limit(limit)
+        )
+    )
+
+
+def lock_parked(connection: Connection, root: str, parked_id: uuid.UUID) -> sa.Row[Any] | None:
+    """Lock and return one parked row; none where it is gone or another sweep is at it.
+
+    The caller holds the row of the reservation it belongs to, if any.
+    """
+    return connection.execute(
+        sa.select(parked)
+        .where(parked.c.root == root, parked.c.parked_id == parked_id)
+        .with_for_update(skip_locked=True)
+    ).first()
+
+
+def unpark(connection: Connection, root: str, parked_id: uuid.UUID) -> None:
+    """Delete a parked row: it was admitted, or its time is over."""
+    connection.execute(
+        parked.delete().where(parked.c.root == root, parked.c.parked_id == parked_id)
+    )
+
+
+def touch(connection: Connection, root: str, parked_id: uuid.UUID) -> None:
+    """Note that a parked row was looked at and did not fit: others come first now."""
+    connection.execute(
+        parked.update()
+        .where(parked.c.root == root, parked.c.parked_id == parked_id)
+        .values(checked_us=now_us())
+    )
+
+
+def successor_of(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
+) -> int | None:
+    """Return the retries of the parked message that follows ``attempt``; none where none does."""
+    return connection.execute(
+        sa.select(parked.c.retries).where(
+            parked.c.root == root,
+            parked.c.reservation_id == reservation_id,
+            parked.c.after_attempt == attempt,
+        )
+    ).scalar()
+
+
+def message_of(row: sa.Row[Any]) -> WireMessage:
+    """Return the message of a parked row."""
+    return WireMessage(
+        row.task_id,
+        row.task_name,
+        bytes(row.body),
+        row.envelope,
+        row.queue,
+        row.due_us,
+        row.expires_us,
+    )
+
+
+def _written(request: ReserveRequest) -> str:
+    return json.dumps(asdict(request), default=str)
+
+
+def request_of(row: sa.Row[Any]) -> ReserveRequest:
+    """Return the request of a parked row."""
+    values = json.loads(row.request)
+    parent = values.pop("parent")
+    return ReserveRequest(
+        reservation_id=uuid.UUID(values.pop("reservation_id")),
+        lines=tuple(Line(**line) for line in values.pop("lines")),
+        parent=None if parent is None else uuid.UUID(parent),
+        **values,
+    )

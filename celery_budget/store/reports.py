@@ -1,0 +1,300 @@
+"""Reading the ledger for reports, reconciliation and explanations. Locks and changes nothing."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.store.schema import (
+    attempts,
+    balances,
+    lines,
+    outbox,
+    parked,
+    refusals,
+    reservations,
+    usage,
+)
+
+__all__ = [
+    "counts",
+    "drift",
+    "find_parked",
+    "find_reservations",
+    "mismatched_balances",
+    "mismatched_lines",
+    "mismatched_usage",
+    "open_work",
+    "story",
+    "unreachable",
+]
+
+Rows = list[sa.Row[Any]]
+
+
+def _sum(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+    # PostgreSQL sums bigint as numeric; SQLite as integer. Python's int holds either.
+    return sa.func.coalesce(sa.func.sum(column), 0)
+
+
+def counts(connection: Connection, root: str) -> dict[str, int]:
+    """Return how many requests there are by what became of them."""
+    states = connection.execute(
+        sa.select(reservations.c.state, sa.func.count())
+        .where(reservations.c.root == root)
+        .group_by(reservations.c.state)
+    ).tuples()
+    flags = connection.execute(
+        sa.select(
+            _sum(sa.cast(reservations.c.over, sa.Integer)).label("over"),
+            _sum(sa.cast(reservations.c.unmetered, sa.Integer)).label("unmetered"),
+            _sum(sa.cast(reservations.c.unreserved, sa.Integer)).label("unreserved"),
+        ).where(reservations.c.root == root)
+    ).one()
+    found = {f"state_{state}": int(count) for state, count in states}
+    found.update({name: int(count) for name, count in flags._mapping.items()})
+    for name, table in (("refused", refusals), ("parked", parked)):
+        found[name] = connection.execute(
+            sa.select(sa.func.count()).select_from(table).where(table.c.root == root)
+        ).scalar_one()
+    return found
+
+
+def drift(connection: Connection, root: str) -> Rows:
+    """Return estimate against actual of settled requests, by stage and estimator."""
+    return list(
+        connection.execute(
+            sa.select(
+                reservations.c.stage,
+                reservations.c.estimator,
+                reservations.c.estimator_version,
+                sa.func.count(sa.distinct(reservations.c.reservation_id)).label("requests"),
+                _sum(lines.c.estimate).label("estimated"),
+                _sum(lines.c.settled).label("actual"),
+            )
+            .join(lines, _same_reservation(lines))
+            .where(reservations.c.root == root, reservations.c.state == "settled")
+            .group_by(
+                reservations.c.stage, reservations.c.estimator, reservations.c.estimator_version
+            )
+            .order_by(reservations.c.stage, reservations.c.estimator)
+        )
+    )
+
+
+def _same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        table.c.root == reservations.c.root,
+        table.c.reservation_id == reservations.c.reservation_id,
+    )
+
+
+def mismatched_balances(connection: Connection, root: str) -> Rows:
+    """Return balances that are not the sum of their lines, in one snapshot."""
+    sums = (
+        sa.select(
+            lines.c.budget,
+            lines.c.window_us,
+            lines.c.stripe,
+            _sum(lines.c.reserved).label("reserved"),
+            _sum(lines.c.settled).label("settled"),
+        )
+        .where(lines.c.root == root)
+        .group_by(lines.c.budget, lines.c.window_us, lines.c.stripe)
+        .subquery()
+    )
+    held = sa.func.coalesce(sums.c.reserved, 0)
+    spent = sa.func.coalesce(sums.c.settled, 0)
+    return list(
+        connection.execute(
+            sa.select(
+                balances.c.budget,
+                balances.c.window_us,
+                balances.c.stripe,
+                balances.c.reserved,
+                balances.c.spent,
+                held.label("lines_reserved"),
+                spent.label("lines_settled"),
+            )
+            .outerjoin(
+                sums,
+                sa.and_(
+                    sums.c.budget == balances.c.budget,
+                    sums.c.window_us == balances.c.window_us,
+                    sums.c.stripe == balances.c.stripe,
+                ),
+            )
+            .where(
+                balances.c.root == root,
+                sa.or_(balances.c.reserved != held, balances.c.spent != spent),
+            )
+            .order_by(balances.c.budget)
+        )
+    )
+
+
+def mismatched_lines(connection: Connection, root: str) -> Rows:
+    """Return lines that do not agree with the state of their reservation.
+
+    An ended one holds nothing and has charged at least what was used; an open one has charged
+    nothing and holds at least what was used.
+    """
+    ended = reservations.c.ended_us.is_not(None)
+    wrong = sa.or_(
+        sa.and_(ended, sa.or_(lines.c.reserved != 0, lines.c.settled < lines.c.used)),
+        sa.and_(~ended, sa.or_(lines.c.settled != 0, lines.c.reserved < lines.c.used)),
+    )
+    return list(
+        connection.execute(
+            sa.select(
+                reservations.c.task_id,
+                reservations.c.state,
+                lines.c.budget,
+                lines.c.reserved,
+                lines.c.used,
+                lines.c.settled,
+            )
+            .join(lines, _same_reservation(lines))
+            .where(reservations.c.root == root, wrong)
+            .order_by(reservations.c.reservation_id)
+        )
+    )
+
+
+def mismatched_usage(connection: Connection, root: str) -> Rows:
+    """Return lines whose recorded total is not the sum of the usage records."""
+    sums = (
+        sa.select(usage.c.reservation_id, _sum(usage.c.amount).label("amount"))
+        .where(usage.c.root == root)
+        .group_by(usage.c.reservation_id)
+        .subquery()
+    )
+    amount = sa.func.coalesce(sums.c.amount, 0)
+    return list(
+        connection.execute(
+            sa.select(
+                reservations.c.task_id, lines.c.budget, lines.c.used, amount.label("recorded")
+            )
+            .join(lines, _same_reservation(lines))
+            .outerjoin(sums, sums.c.reservation_id == reservations.c.reservation_id)
+            .where(reservations.c.root == root, lines.c.used != amount)
+            .order_by(reservations.c.reservation_id)
+        )
+    )
+
+
+def unreachable(connection: Connection, root: str) -> Rows:
+    """Return open requests that nothing would ever bring to an end.
+
+    One that runs has an open attempt; any other has a message in the outbox or is parked.
+    """
+    has_message = sa.exists().where(_same_reservation(outbox))
+    is_parked = sa.exists().where(_same_reservation(parked))
+    is_attempted = sa.exists().where(
+        _same_reservation(attempts), attempts.c.lease_until_us.is_not(None)
+    )
+    running = reservations.c.state == "running"
+    return list(
+        connection.execute(
+            sa.select(reservations.c.task_id, reservations.c.state, reservations.c.owner)
+            .where(
+                reservations.c.root == root,
+                reservations.c.ended_us.is_(None),
+                sa.or_(
+                    sa.and_(running, ~is_attempted),
+                    sa.and_(~running, ~has_message, ~is_parked),
+                ),
+            )
+            .order_by(reservations.c.reservation_id)
+        )
+    )
+
+
+def open_work(connection: Connection, root: str) -> dict[str, int]:
+    """Return how many requests have not ended, by state, and how many messages are still due."""
+    states = connection.execute(
+        sa.select(reservations.c.state, sa.func.count())
+        .where(reservations.c.root == root, reservations.c.ended_us.is_(None))
+        .group_by(reservations.c.state)
+    ).tuples()
+    found = {state: int(count) for state, count in states}
+    unclosed = connection.execute(
+        sa.select(sa.func.count())
+        .select_from(attempts)
+        .where(
+            attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
+            attempts.c.ended_us.is_not(None),
+        )
+    ).scalar_one()
+    due = connection.execute(
+        sa.select(sa.func.count())
+        .select_from(outbox)
+        .where(outbox.c.root == root, outbox.c.state == "due")
+    ).scalar_one()
+    waiting = connection.execute(
+        sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
+    ).scalar_one()
+    return {**found, "unclosed": unclosed, "due": due, "parked": waiting}
+
+
+def find_reservations(connection: Connection, root: str, some_id: str) -> Rows:
+    """Return the reservations with this task id, request id or reservation id, oldest first."""
+    conditions = [reservations.c.task_id == some_id, reservations.c.request_id == some_id]
+    reservation_id = _as_uuid(some_id)
+    if reservation_id is not None:
+        conditions.append(reservations.c.reservation_id == reservation_id)
+    return list(
+        connection.execute(
+            sa.select(reservations)
+            .where(reservations.c.root == root, sa.or_(*conditions))
+            .order_by(reservations.c.created_us, reservations.c.nesting)
+        )
+    )
+
+
+def _as_uuid(text: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
+
+
+def find_parked(connection: Connection, root: str, task_id: str) -> Rows:
+    """Return the parked work of this task id."""
+    return list(
+        connection.execute(
+            sa.select(
+                parked.c.parked_id,
+                parked.c.owner,
+                parked.c.task_name,
+                parked.c.created_us,
+                parked.c.deadline_us,
+                parked.c.retries,
+            ).where(parked.c.root == root, parked.c.task_id == task_id)
+        )
+    )
+
+
+def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:
+    """Return everything that belongs to one reservation: lines, messages, attempts, usage."""
+
+    def rows(table: sa.Table, *order: str) -> Rows:
+        columns = [c for c in table.c if c.name not in ("body", "envelope", "payload", "root")]
+        return list(
+            connection.execute(
+                sa.select(*columns)
+                .where(table.c.root == root, table.c.reservation_id == reservation_id)
+                .order_by(*(table.c[name] for name in order))
+            )
+        )
+
+    return {
+        "lines": rows(lines, "line"),
+        "messages": rows(outbox, "retries"),
+        "attempts": rows(attempts, "attempt"),
+        "usage": rows(usage, "recorded_us", "key"),
+    }

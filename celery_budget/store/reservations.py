@@ -1,0 +1,357 @@
+"""Reservations and their lines: admission, what is held, and the one way each comes to an end."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any, cast
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.core.identity import new_id
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import (
+    TERMINAL,
+    AlreadyReserved,
+    Refused,
+    Reserved,
+    ReserveRequest,
+)
+from celery_budget.errors import RequestConflict, UnknownBudget
+from celery_budget.store import outbox
+from celery_budget.store.budgets import move
+from celery_budget.store.insert import insert_new
+from celery_budget.store.schema import balances, budgets, lines, now_us, refusals, reservations
+
+__all__ = ["finish", "hold", "lines_of", "lock", "release", "reserve"]
+
+
+def reserve(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    delivered: bool = False,
+    note_refusal: bool = True,
+    lock_ms: int = 5000,
+) -> Reserved | AlreadyReserved | Refused:
+    """Admit a request: identity, budgets, lines and outbox row, all or nothing.
+
+    PostgreSQL: one statement, a stored function. Locks the request's key, then the balances by
+    (budget, window, stripe). Of two calls with one key the second waits and finds the first. What
+    does not fit by one snapshot is refused without a lock; what fits it is decided behind the lock.
+
+    :param delivered: the message is with a worker already and is not to be published.
+    :param note_refusal: count a refusal in the reports.
+    :raises UnknownBudget: where a budget does not exist.
+    :raises RequestConflict: where the request's id is in use for another request.
+    """
+    state = "published" if delivered else "due"
+    if connection.dialect.name == "postgresql":
+        row = _reserve_postgresql(connection, request, message, state, note_refusal, lock_ms)
+    else:
+        row = _reserve_sqlite(connection, request, message, state, note_refusal)
+    if row["outcome"] == "unknown":
+        raise UnknownBudget(row["budget"])
+    if row["outcome"] == "refused":
+        return Refused(
+            row["budget"],
+            row["unit"],
+            row["requested"],
+            MAX_AMOUNT if row["limit_amount"] is None else row["limit_amount"],
+            row["reserved"],
+            row["spent"],
+        )
+    if row["reservation_id"] == request.reservation_id:
+        return Reserved(request.reservation_id)
+    if row["fingerprint"] != request.fingerprint:
+        raise RequestConflict(request.request_id, request.owner, row["task_id"])
+    return AlreadyReserved(row["reservation_id"], row["task_id"])
+
+
+_RESERVE = sa.text(
+    "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
+    " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
+    " CAST(:parent_id AS uuid), :retries, :unreserved,"
+    " CAST(:budgets AS text[]), CAST(:amounts AS bigint[]), CAST(:charges AS text[]),"
+    " :outbox_id, :state, CAST(:due_us AS bigint), CAST(:expires_us AS bigint), :queue,"
+    " :body, :envelope, :note, :lock_ms)"
+)
+
+
+def _reserve_postgresql(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    state: str,
+    note: bool,
+    lock_ms: int,
+) -> Mapping[str, Any]:
+    row = connection.execute(
+        _RESERVE,
+        {
+            **_columns(request),
+            "budgets": [line.budget for line in request.lines],
+            "amounts": [line.amount for line in request.lines],
+            "charges": [line.charge for line in request.lines],
+            "outbox_id": new_id(),
+            "state": state,
+            "due_us": message.due_us,
+            "expires_us": message.expires_us,
+            "queue": message.queue,
+            "body": message.body,
+            "envelope": message.envelope,
+            "note": note,
+            "lock_ms": str(lock_ms),
+        },
+    ).one()
+    return cast(Mapping[str, Any], row._mapping)
+
+
+def _reserve_sqlite(
+    connection: Connection, request: ReserveRequest, message: WireMessage, state: str, note: bool
+) -> Mapping[str, Any]:
+    """Do the same under SQLite's one write lock, which :class:`Store` has taken."""
+    existing = connection.execute(
+        sa.select(
+            reservations.c.reservation_id, reservations.c.task_id, reservations.c.fingerprint
+        ).where(
+            reservations.c.root == request.root,
+            sa.or_(
+                reservations.c.reservation_id == request.reservation_id,
+                sa.and_(
+                    reservations.c.owner == request.owner,
+                    reservations.c.request_id == request.request_id,
+                    reservations.c.nesting == request.nesting,
+                    reservations.c.state != "released",
+                ),
+            ),
+        )
+    ).first()
+    if existing is not None:
+        return {"outcome": "existing", **existing._mapping}
+    short = _short(connection, request)
+    if short is not None:
+        if short["outcome"] == "refused" and note:
+            insert_new(
+                connection,
+                refusals,
+                root=request.root,
+                refusal_id=request.reservation_id,
+                budget=short["budget"],
+                stage=request.stage,
+                task_name=request.task_name,
+                requested=short["requested"],
+                refused_us=now_us(),
+            )
+        return short
+    connection.execute(
+        reservations.insert().values(
+            **_columns(request),
+            state="published" if state == "published" else "reserved",
+            attempts=0,
+            deliveries=0,
+            unmetered=False,
+            over=False,
+            created_us=now_us(),
+        )
+    )
+    for number, line in enumerate(request.lines):
+        connection.execute(
+            balances.update()
+            .where(
+                balances.c.root == request.root,
+                balances.c.budget == line.budget,
+                balances.c.window_us == 0,
+                balances.c.stripe == 0,
+            )
+            .values(reserved=balances.c.reserved + line.amount)
+        )
+        connection.execute(
+            lines.insert().values(
+                root=request.root,
+                reservation_id=request.reservation_id,
+                line=number,
+                budget=line.budget,
+                window_us=0,
+                stripe=0,
+                charge=line.charge,
+                estimate=line.amount,
+                reserved=line.amount,
+                used=0,
+                settled=0,
+            )
+        )
+    outbox.enqueue(
+        connection,
+        request.root,
+        message,
+        state=state,
+        reservation_id=request.reservation_id,
+        retries=request.retries,
+    )
+    return {"outcome": "reserved", "reservation_id": request.reservation_id}
+
+
+def _short(connection: Connection, request: ReserveRequest) -> Mapping[str, Any] | None:
+    for line in request.lines:
+        row = connection.execute(
+            sa.select(budgets.c.unit, budgets.c.limit_amount, balances.c.reserved, balances.c.spent)
+            .join(
+                balances,
+                sa.and_(balances.c.root == budgets.c.root, balances.c.budget == budgets.c.name),
+            )
+            .where(
+                budgets.c.root == request.root,
+                budgets.c.name == line.budget,
+                balances.c.window_us == 0,
+            )
+        ).first()
+        if row is None:
+            return {"outcome": "unknown", "budget": line.budget}
+        bound = MAX_AMOUNT if row.limit_amount is None else row.limit_amount
+        if row.reserved + row.spent > bound - line.amount:
+            return {
+                "outcome": "refused",
+                "budget": line.budget,
+                "requested": line.amount,
+                **row._mapping,
+            }
+    return None
+
+
+def _columns(request: ReserveRequest) -> dict[str, Any]:
+    return {
+        "root": request.root,
+        "reservation_id": request.reservation_id,
+        "owner": request.owner,
+        "request_id": request.request_id,
+        "nesting": request.nesting,
+        "task_id": request.task_id,
+        "task_name": request.task_name,
+        "stage": request.stage,
+        "fingerprint": request.fingerprint,
+        "opaque": request.opaque,
+        "estimator": request.estimator,
+        "estimator_version": request.estimator_version,
+        "parent_id": request.parent,
+        "retries": request.retries,
+        "unreserved": request.unreserved,
+    }
+
+
+def lock(connection: Connection, root: str, reservation_id: uuid.UUID) -> sa.Row[Any] | None:
+    """Return the reservation's row, locked until the transaction ends; none where there is none.
+
+    The first lock of everything that changes a reservation.
+    """
+    return connection.execute(
+        sa.select(reservations)
+        .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
+        .with_for_update()
+    ).first()
+
+
+def lines_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> list[sa.Row[Any]]:
+    """Return the lines in the order in which their balances are locked.
+
+    Sorted here, by code points, which is PostgreSQL's ``COLLATE "C"``: one order for both.
+    """
+    rows = connection.execute(
+        sa.select(lines).where(lines.c.root == root, lines.c.reservation_id == reservation_id)
+    )
+    return sorted(rows, key=lambda row: (row.budget, row.window_us, row.stripe))
+
+
+def hold(
+    connection: Connection,
+    root: str,
+    line: sa.Row[Any],
+    amount: int,
+    *,
+    within_limit: bool,
+    estimate: int | None = None,
+) -> bool:
+    """Make ``amount`` what a line holds; false, and nothing changed, where it does not fit.
+
+    The caller holds the reservation's row; locks the line's balance.
+    """
+    if not move(connection, root, line, amount - line.reserved, 0, within_limit):
+        return False
+    connection.execute(
+        lines.update()
+        .where(
+            lines.c.root == root,
+            lines.c.reservation_id == line.reservation_id,
+            lines.c.line == line.line,
+        )
+        .values(reserved=amount, estimate=line.estimate if estimate is None else estimate)
+    )
+    return True
+
+
+def finish(
+    connection: Connection,
+    root: str,
+    reservation: sa.Row[Any],
+    state: str,
+    charges: Mapping[int, int],
+    *,
+    reason: str | None = None,
+    unmetered: bool = False,
+) -> None:
+    """Bring a reservation to a terminal state: charge each line, give the rest back.
+
+    The caller holds the reservation's row and has checked that it has not ended. Locks the
+    balances in order.
+
+    :param charges: the amount to charge for each line's number.
+    """
+    if state not in TERMINAL or reservation.state in TERMINAL:
+        raise ValueError(f"a reservation cannot go from {reservation.state} to {state}")
+    for line in lines_of(connection, root, reservation.reservation_id):
+        charge = charges[line.line]
+        move(connection, root, line, -line.reserved, charge)
+        connection.execute(
+            lines.update()
+            .where(
+                lines.c.root == root,
+                lines.c.reservation_id == line.reservation_id,
+                lines.c.line == line.line,
+            )
+            .values(reserved=0, settled=charge)
+        )
+    connection.execute(
+        reservations.update()
+        .where(
+            reservations.c.root == root,
+            reservations.c.reservation_id == reservation.reservation_id,
+        )
+        .values(
+            state=state,
+            reason=reason or reservation.reason,
+            unmetered=reservation.unmetered or unmetered,
+            ended_us=now_us(),
+        )
+    )
+
+
+def release(
+    connection: Connection, root: str, reservation_id: uuid.UUID, reason: str
+) -> sa.Row[Any] | None:
+    """End a reservation whose message will not run: give the hold back, drop the message.
+
+    One that waits between attempts has run: it is settled at what it used. Returns its row as it
+    was, or none where there was nothing to release: it runs, has ended, or does not exist.
+    Locks the reservation, then its balances, then its outbox rows.
+    """
+    row = lock(connection, root, reservation_id)
+    if row is None or row.state in TERMINAL or row.state == "running":
+        return None
+    used = {line.line: line.used for line in lines_of(connection, root, reservation_id)}
+    state = "released" if row.attempts == 0 else "settled"
+    finish(connection, root, row, state, used, reason=reason)
+    outbox.drop(connection, root, reservation_id)
+    return row

@@ -1,0 +1,310 @@
+"""The tables. Times are microseconds since the epoch by the database's clock, amounts are integers.
+
+Every key starts with the root, so that a distributed store can keep a root's rows together. The
+counters of a budget live in :data:`balances`, one row for each window and stripe; a reservation's
+part of them in :data:`lines`, so that a balance is the sum of its lines at every committed moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+__all__ = [
+    "attempts",
+    "balances",
+    "budgets",
+    "lines",
+    "metadata",
+    "now_us",
+    "outbox",
+    "parked",
+    "refusals",
+    "reservations",
+    "usage",
+]
+
+metadata = MetaData(naming_convention={"ck": "ck_%(table_name)s_%(constraint_name)s"})
+
+
+class now_us(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it stands for
+    """The database's clock in microseconds since the epoch; moves within a transaction."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(now_us, "postgresql")
+def _now_us_postgresql(element: Any, compiler: Any, **kw: Any) -> str:
+    return "CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)"
+
+
+@compiles(now_us, "sqlite")
+def _now_us_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
+    # SQLite 3.40 has no unixepoch('subsec'); %f has milliseconds.
+    return (
+        "(CAST(strftime('%s', 'now') AS INTEGER) * 1000000"
+        " + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER) * 1000)"
+    )
+
+
+def _when(condition: str) -> dict[str, Any]:
+    """Arguments that make an index partial in both dialects."""
+    return {"postgresql_where": text(condition), "sqlite_where": text(condition)}
+
+
+budgets = Table(
+    "budget_budgets",
+    metadata,
+    Column("root", String(255)),
+    Column("name", String(255)),
+    Column("unit", String(255), nullable=False),
+    Column("period", String(16), nullable=False),
+    Column("limit_amount", BigInteger),
+    Column("created_us", BigInteger, nullable=False),
+    Column("updated_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
+    CheckConstraint("limit_amount >= 0", name="limit"),
+)
+
+balances = Table(
+    "budget_balances",
+    metadata,
+    Column("root", String(255)),
+    Column("budget", String(255)),
+    Column("window_us", BigInteger),
+    Column("stripe", SmallInteger),
+    Column("reserved", BigInteger, nullable=False),
+    Column("spent", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "budget", "window_us", "stripe", name="pk_budget_balances"),
+    CheckConstraint("reserved >= 0", name="reserved"),
+    CheckConstraint("spent >= 0", name="spent"),
+)
+
+reservations = Table(
+    "budget_reservations",
+    metadata,
+    Column("root", String(255)),
+    Column("reservation_id", Uuid),
+    Column("owner", String(255), nullable=False),
+    Column("request_id", Text, nullable=False),
+    Column("nesting", Integer, nullable=False),
+    Column("task_id", Text, nullable=False),
+    Column("task_name", Text, nullable=False),
+    Column("stage", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    Column("opaque", Boolean, nullable=False),
+    Column("estimator", Text, nullable=False),
+    Column("estimator_version", Text, nullable=False),
+    Column("parent_id", Uuid),
+    Column("state", String(16), nullable=False),
+    # Why it ended, where its state and its attempts do not say so.
+    Column("reason", Text),
+    # Celery's count of retries in the message that may start the next attempt.
+    Column("retries", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    # Attempts started by the current message.
+    Column("deliveries", Integer, nullable=False),
+    Column("unreserved", Boolean, nullable=False),
+    Column("unmetered", Boolean, nullable=False),
+    Column("over", Boolean, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("ended_us", BigInteger),
+    PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
+    # The id of a request that never ran may be reserved anew.
+    Index(
+        "ux_budget_reservations_request",
+        "root",
+        "owner",
+        "request_id",
+        "nesting",
+        unique=True,
+        **_when("state <> 'released'"),
+    ),
+    Index("ix_budget_reservations_task", "root", "task_id"),
+    Index("ix_budget_reservations_open", "root", "state", **_when("ended_us IS NULL")),
+)
+
+lines = Table(
+    "budget_lines",
+    metadata,
+    Column("root", String(255)),
+    Column("reservation_id", Uuid),
+    Column("line", SmallInteger),
+    Column("budget", String(255), nullable=False),
+    Column("window_us", BigInteger, nullable=False),
+    Column("stripe", SmallInteger, nullable=False),
+    Column("charge", String(16), nullable=False),
+    # What the estimator promised for the current attempt.
+    Column("estimate", BigInteger, nullable=False),
+    # What is held now, what was recorded so far, and what was charged in the end.
+    Column("reserved", BigInteger, nullable=False),
+    Column("used", BigInteger, nullable=False),
+    Column("settled", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "reservation_id", "line", name="pk_budget_lines"),
+    CheckConstraint("reserved >= 0 AND used >= 0 AND settled >= 0", name="amounts"),
+    Index("ix_budget_lines_balance", "root", "budget", "window_us", "stripe"),
+)
+
+attempts = Table(
+    "budget_attempts",
+    metadata,
+    Column("root", String(255)),
+    Column("reservation_id", Uuid),
+    Column("attempt", Integer),
+    # The fence: who holds it may end the attempt, nobody else.
+    Column("claim_id", Uuid, nullable=False),
+    Column("retries", Integer, nullable=False),
+    Column("worker", Text, nullable=False),
+    # The worker's main process, which keeps the lease alive.
+    Column("boot_id", Uuid, nullable=False),
+    Column("late_ack", Boolean, nullable=False),
+    Column("started_us", BigInteger, nullable=False),
+    Column("ended_us", BigInteger),
+    Column("outcome", String(16)),
+    # The encoded return value or exception, until the attempt is closed.
+    Column("payload", Text),
+    # None once the attempt is closed: nothing is left to do for it.
+    Column("lease_until_us", BigInteger),
+    Column("replays", Integer, nullable=False),
+    PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
+    Index(
+        "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")
+    ),
+)
+
+usage = Table(
+    "budget_usage",
+    metadata,
+    Column("root", String(255)),
+    Column("reservation_id", Uuid),
+    Column("key", String(300)),
+    Column("attempt", Integer, nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    # Recorded after the reservation had ended.
+    Column("late", Boolean, nullable=False),
+    Column("recorded_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_usage"),
+    CheckConstraint("amount >= 0", name="amount"),
+)
+
+outbox = Table(
+    "budget_outbox",
+    metadata,
+    Column("root", String(255)),
+    Column("outbox_id", Uuid),
+    # The reservation whose next attempt the message starts; none for messages without a budget.
+    Column("reservation_id", Uuid),
+    # The reservation whose attempt published it after its call.
+    Column("parent_id", Uuid),
+    Column("task_id", Text, nullable=False),
+    Column("task_name", Text, nullable=False),
+    Column("retries", Integer, nullable=False),
+    # due: to be published at due_us. blocked: until its attempt ends. published: confirmed;
+    # looked at again at due_us.
+    Column("state", String(16), nullable=False),
+    Column("after_attempt", Integer),
+    Column("due_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger),
+    Column("publishes", Integer, nullable=False),
+    Column("failures", Integer, nullable=False),
+    Column("last_error", Text),
+    Column("created_us", BigInteger, nullable=False),
+    Column("published_us", BigInteger),
+    Column("queue", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("envelope", Text, nullable=False),
+    PrimaryKeyConstraint("root", "outbox_id", name="pk_budget_outbox"),
+    Index("ix_budget_outbox_due", "root", "state", "due_us"),
+    Index(
+        "ux_budget_outbox_attempt",
+        "root",
+        "reservation_id",
+        "retries",
+        unique=True,
+        **_when("reservation_id IS NOT NULL"),
+    ),
+    Index(
+        "ux_budget_outbox_child",
+        "root",
+        "parent_id",
+        "task_id",
+        unique=True,
+        **_when("parent_id IS NOT NULL"),
+    ),
+)
+
+parked = Table(
+    "budget_parked",
+    metadata,
+    Column("root", String(255)),
+    Column("parked_id", Uuid),
+    # A waiting reservation whose next attempt does not fit; none for a request without one.
+    Column("reservation_id", Uuid),
+    Column("after_attempt", Integer),
+    Column("owner", String(255), nullable=False),
+    Column("task_id", Text, nullable=False),
+    Column("nesting", Integer, nullable=False),
+    Column("retries", Integer, nullable=False),
+    # The request, in JSON.
+    Column("request", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("deadline_us", BigInteger, nullable=False),
+    Column("checked_us", BigInteger, nullable=False),
+    Column("task_name", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger),
+    Column("body", LargeBinary, nullable=False),
+    Column("envelope", Text, nullable=False),
+    PrimaryKeyConstraint("root", "parked_id", name="pk_budget_parked"),
+    Index(
+        "ux_budget_parked_request",
+        "root",
+        "owner",
+        "task_id",
+        "nesting",
+        "retries",
+        unique=True,
+    ),
+    Index("ix_budget_parked_checked", "root", "checked_us"),
+    Index(
+        "ix_budget_parked_reservation",
+        "root",
+        "reservation_id",
+        **_when("reservation_id IS NOT NULL"),
+    ),
+)
+
+refusals = Table(
+    "budget_refusals",
+    metadata,
+    Column("root", String(255)),
+    Column("refusal_id", Uuid),
+    Column("budget", String(255), nullable=False),
+    Column("stage", Text, nullable=False),
+    Column("task_name", Text, nullable=False),
+    Column("requested", BigInteger, nullable=False),
+    Column("refused_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "refusal_id", name="pk_budget_refusals"),
+    Index("ix_budget_refusals_budget", "root", "budget"),
+)

@@ -1,0 +1,139 @@
+"""Fixtures of all tests: real servers, started when the first test asks for one.
+
+A server that cannot be had fails the test where CI=true and skips it elsewhere, naming the service.
+Tests that kill a server use the `own_*` fixtures; the session's servers belong to everybody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn, TypeVar
+from uuid import uuid4
+
+import pytest
+from hypothesis import settings
+
+from tests.services import postgres, rabbitmq, redis
+from tests.services.base import Service, ServiceUnavailable
+from tests.services.postgres import ExternalPostgres, PostgresServer
+from tests.services.rabbitmq import ExternalRabbit, RabbitServer
+from tests.services.redis import ExternalRedis, RedisServer
+
+Owned = TypeVar("Owned", bound=Service)
+
+# The machines that run this are small and shared: how long an example takes says nothing.
+settings.register_profile("budget", deadline=None, print_blob=True)
+settings.load_profile("budget")
+
+
+def _missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:
+    """Fail on CI and skip elsewhere."""
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(f"{name} is needed on CI: {error}", pytrace=False)
+    pytest.skip(f"no {name}: {how_to_get}")
+
+
+def _own(make: Callable[[], Owned], how_to_get: str) -> Iterator[Owned]:
+    """A server of its own for a test that kills it."""
+    server = make()
+    variable = {"PostgreSQL": "POSTGRES", "Redis": "REDIS", "RabbitMQ": "RABBITMQ"}[server.name]
+    if os.environ.get(f"BUDGET_TEST_{variable}_URL"):
+        pytest.skip(f"BUDGET_TEST_{variable}_URL is set: that {server.name} is not ours to kill")
+    try:
+        server.start()
+    except ServiceUnavailable as error:
+        _missing(server.name, how_to_get, error)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer | ExternalPostgres]:
+    """The session's PostgreSQL, for tests that leave it alone."""
+    url = os.environ.get("BUDGET_TEST_POSTGRES_URL")
+    if url:
+        yield ExternalPostgres(url)
+    else:
+        yield from _own(PostgresServer, postgres.HOW_TO_GET)
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer | ExternalRedis]:
+    """The session's Redis, for tests that leave it alone."""
+    url = os.environ.get("BUDGET_TEST_REDIS_URL")
+    if url:
+        yield ExternalRedis(url)
+    else:
+        yield from _own(lambda: RedisServer(appendonly=False), redis.HOW_TO_GET)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server() -> Iterator[RabbitServer | ExternalRabbit]:
+    """The session's RabbitMQ, for tests that leave it alone."""
+    url = os.environ.get("BUDGET_TEST_RABBITMQ_URL")
+    if url:
+        yield ExternalRabbit(url)
+    else:
+        yield from _own(RabbitServer, rabbitmq.HOW_TO_GET)
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer | ExternalPostgres) -> Iterator[str]:
+    """A fresh, empty PostgreSQL database."""
+    url = postgres_server.create_database()
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """A SQLite database that does not exist yet."""
+    return f"sqlite:///{tmp_path / 'budget.db'}"
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer | ExternalRedis) -> str:
+    """An empty Redis database."""
+    redis_server.flush()
+    return redis_server.url
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq_server: RabbitServer | ExternalRabbit) -> str:
+    """A fresh RabbitMQ virtual host; with a broker given by its URL, that one for all tests."""
+    return rabbitmq_server.create_vhost()
+
+
+@pytest.fixture
+def unique_name() -> str:
+    """A name for a queue or an exchange that no other test uses."""
+    return f"budget-{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresServer]:
+    """A durable PostgreSQL that the test may kill."""
+    yield from _own(PostgresServer, postgres.HOW_TO_GET)
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """A durable Redis that the test may kill."""
+    yield from _own(RedisServer, redis.HOW_TO_GET)
+
+
+@pytest.fixture(scope="module")
+def _module_rabbitmq() -> Iterator[RabbitServer]:
+    yield from _own(RabbitServer, rabbitmq.HOW_TO_GET)
+
+
+@pytest.fixture
+def own_rabbitmq(_module_rabbitmq: RabbitServer) -> RabbitServer:
+    """A RabbitMQ node that the test may kill; one a module, brought back for the next test."""
+    if not _module_rabbitmq.alive:
+        _module_rabbitmq.restart()
+    return _module_rabbitmq
