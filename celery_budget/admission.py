@@ -14,7 +14,7 @@ from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveR
 from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, continuations, outbox, parked, reservations
 
-__all__ = ["Swept", "admit", "admit_parked", "enqueue", "retry"]
+__all__ = ["Swept", "admit", "admit_parked", "count_refusal", "enqueue", "retry"]
 
 
 def admit(
@@ -82,6 +82,15 @@ def enqueue(
     :param parent: the reservation whose attempt publishes it after its call.
     """
     return store.wait_out(stop, outbox.enqueue, settings.root, message, parent_id=parent)
+
+
+def count_refusal(
+    store: Store, settings: Settings, budget: str, stage: str, task_name: str, requested: int
+) -> None:
+    """Count a request that was turned away for another reason than its budget's balance."""
+    store.wait_out(
+        None, reservations.note_refusal, settings.root, budget, stage, task_name, requested
+    )
 
 
 @dataclass(frozen=True)

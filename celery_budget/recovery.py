@@ -8,13 +8,17 @@ reservation before it is changed, so that several may run.
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, outbox, reservations
 
 __all__ = ["Recovered", "Results", "run_once"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +51,12 @@ class Recovered:
 
 def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
-    counts = dict.fromkeys(Recovered.__dataclass_fields__, 0)
+    steps: Counter[str] = Counter()
     for seen in store.run(attempts.lapsed, settings.root, LIMIT):
-        if seen.ended_us is None:
-            step = _recover_running(store, settings, results, seen)
-        else:
-            step = _recover_unclosed(store, settings, results, seen)
+        recover = _recover_running if seen.ended_us is None else _recover_unclosed
+        step = _guarded(recover, store, settings, results, seen)
         if step is not None:
-            counts[step] += 1
+            steps[step] += 1
             logger.warning(
                 "attempt %s of task %s[%s] lapsed: %s",
                 seen.attempt,
@@ -63,15 +65,30 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
                 step,
             )
     for silent in store.run(outbox.silent, settings.root, LIMIT):
-        step = _recover_silent(store, settings, results, silent)
+        step = _guarded(_recover_silent, store, settings, results, silent)
         if step is not None:
-            counts[step] += 1
+            steps[step] += 1
     store.run(outbox.prune, settings.root, LIMIT)
-    return Recovered(**counts)
+    return Recovered(**steps)
+
+
+def _guarded(
+    recover: Callable[[Store, Settings, Results, T], str | None],
+    store: Store,
+    settings: Settings,
+    results: Results,
+    seen: T,
+) -> str | None:
+    """Recover one piece; one that fails (a result backend that is down) must not stop the rest."""
+    try:
+        return recover(store, settings, results, seen)
+    except Exception:
+        logger.exception("could not recover %s; it is tried again", seen)
+        return None
 
 
 def _recover_running(
-    store: Store, settings: Settings, results: Results, seen: attempts.Lapsed
+    store: Store, settings: Settings, results: Results, seen: attempts.OpenAttempt
 ) -> str | None:
     """End an attempt whose worker is gone: with Celery's result, run again, or as lost.
 
@@ -99,7 +116,7 @@ def _recover_running(
 
 
 def _recover_unclosed(
-    store: Store, settings: Settings, results: Results, seen: attempts.Lapsed
+    store: Store, settings: Settings, results: Results, seen: attempts.OpenAttempt
 ) -> str | None:
     """Have an ended attempt's message published again, so that a worker gives its outcome again.
 
@@ -107,8 +124,7 @@ def _recover_unclosed(
     is one that was replayed too often, or that leaves nothing to replay.
     """
     replays_left = seen.replays < settings.max_deliveries
-    replayable = seen.outcome in ("returned", "raised") and replays_left
-    if not replayable or results.ready(seen.task_id) is not None:
+    if not seen.replayable or not replays_left or results.ready(seen.task_id) is not None:
         closed = store.run(
             attempts.close, settings.root, seen.reservation_id, seen.attempt, seen.claim_id
         )

@@ -24,7 +24,7 @@ from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, reservations, usage
 from celery_budget.store.attempts import Delivery
 
-__all__ = ["Attempt", "Delivery", "claim", "release", "renew"]
+__all__ = ["Attempt", "Delivery", "claim", "release", "renew", "worker_lost"]
 
 MAX_KEY_LENGTH = 255
 
@@ -54,6 +54,9 @@ class Attempt:
 
     :ivar replay: the outcome of an attempt that ended without being closed; it is to be given
         again, not run again.
+    :ivar called: whether the task's call is over; what is published now follows from it.
+    :ivar replaced: whether the task has put another in its place.
+    :ivar settled: whether the reservation is settled and the attempt waits to be closed.
     """
 
     store: Store
@@ -64,6 +67,8 @@ class Attempt:
     replay: StoredOutcome | None = None
     stop: threading.Event | None = None
     called: bool = False
+    settled: bool = False
+    replaced: bool = False
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,8 +94,13 @@ class Attempt:
         )
 
     def end(self, outcome: Outcome) -> bool:
-        """End the attempt with ``outcome``; false where its fence is gone."""
-        return self.store.wait_out(self.stop, attempts.end, *self._key, outcome)
+        """End the attempt with ``outcome``; false where its fence is gone.
+
+        Sets :attr:`settled` where nothing follows but what Celery does with the outcome.
+        """
+        state = self.store.wait_out(self.stop, attempts.end, *self._key, outcome)
+        self.settled = state == "settled"
+        return state is not None
 
     def close(self) -> bool:
         """Close the attempt; false where its fence is gone. A few tries: recovery does the rest."""
@@ -101,11 +111,34 @@ class Attempt:
         return self.root, self.reservation_id, self.number, self.claim_id
 
 
-def renew(
-    store: Store, settings: Settings, reservation_ids: list[uuid.UUID], boot_id: uuid.UUID
-) -> int:
+def renew(store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.UUID) -> int:
     """Extend the leases of the attempts that this worker has open; return how many."""
-    return store.run(attempts.renew, settings.root, reservation_ids, boot_id, settings.lease_us)
+    return store.run(attempts.renew, settings.root, task_ids, boot_id, settings.lease_us)
+
+
+def worker_lost(
+    store: Store, settings: Settings, task_id: str, boot_id: uuid.UUID, may_rerun: bool
+) -> str | None:
+    """End the attempt of a task whose process is known to be gone; return the state reached.
+
+    ``waiting`` where it will run again, ``lost`` where not; none where it runs nothing any more.
+
+    :param may_rerun: whether its outcome allows another attempt: not after a hard time limit or
+        a termination, which are meant.
+    """
+    seen = store.run(attempts.running, settings.root, task_id, boot_id)
+    if seen is None:
+        return None
+    return store.run(
+        attempts.abandon,
+        settings.root,
+        seen.reservation_id,
+        seen.attempt,
+        seen.claim_id,
+        again=may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries,
+        park_us=settings.park_us,
+        only_lapsed=False,
+    )
 
 
 def release(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:

@@ -54,7 +54,7 @@ class BudgetPolicy:
             )
         if not callable(self.estimate):
             check_amount(self.estimate, "estimate=")
-        if self.stage is not None and (not isinstance(self.stage, str) or not self.stage):
+        if self.stage == "":
             raise PolicyError(f"stage= is {self.stage!r}; give a name or leave it out")
 
     @property

@@ -35,7 +35,7 @@ from celery_budget.store.schema import attempts, now_us, reservations
 
 __all__ = [
     "Delivery",
-    "Lapsed",
+    "OpenAttempt",
     "abandon",
     "claim",
     "close",
@@ -44,6 +44,7 @@ __all__ = [
     "owned",
     "renew",
     "republish_ended",
+    "running",
     "write_retry",
 ]
 
@@ -179,11 +180,11 @@ def end(
     attempt: int,
     claim_id: uuid.UUID,
     outcome: Outcome,
-) -> bool:
-    """End the running attempt and settle what follows from it, in one transaction.
+) -> str | None:
+    """End the running attempt, settle what follows from it, and return the state reached.
 
-    Locks the reservation, its balances, its outbox rows. False where the fence is gone: somebody
-    else ended the attempt, and this outcome has no effect.
+    In one transaction; locks the reservation, its balances, its outbox rows. None where the fence
+    is gone: somebody else ended the attempt, and this outcome has no effect.
 
     With a successor (a retry) the reservation waits and keeps its hold. Otherwise it is settled:
     at what was used, or, where a success recorded nothing, at the estimate on top of what earlier
@@ -191,7 +192,7 @@ def end(
     """
     row = owned(connection, root, reservation_id, attempt, claim_id)
     if row is None:
-        return False
+        return _ended_as(connection, root, reservation_id, attempt, claim_id, outcome)
     retries = outbox.unblock(connection, root, reservation_id, attempt)
     if retries is None:
         retries = parked.successor_of(connection, root, reservation_id, attempt)
@@ -212,7 +213,34 @@ def end(
         }
         finish(connection, root, row, "settled", charges, unmetered=unmetered)
         _end_attempt(connection, root, reservation_id, attempt, outcome, is_open=True)
-    return True
+        return "settled"
+    return "waiting"
+
+
+def _ended_as(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    attempt: int,
+    claim_id: uuid.UUID,
+    outcome: Outcome,
+) -> str | None:
+    """Return the state if this very call ended the attempt before and its answer was lost."""
+    return connection.execute(
+        sa.select(reservations.c.state)
+        .join(
+            attempts,
+            sa.and_(
+                attempts.c.root == reservations.c.root,
+                attempts.c.reservation_id == reservations.c.reservation_id,
+            ),
+        )
+        .where(
+            _key(root, reservation_id, attempt),
+            attempts.c.claim_id == claim_id,
+            attempts.c.outcome == outcome.kind,
+        )
+    ).scalar()
 
 
 def _end_attempt(
@@ -267,23 +295,30 @@ def close(
 def renew(
     connection: Connection,
     root: str,
-    reservation_ids: Collection[uuid.UUID],
+    task_ids: Collection[str],
     boot_id: uuid.UUID,
     lease_us: int,
 ) -> int:
-    """Extend the leases of the open attempts that this worker claimed; return how many.
+    """Extend the leases of these tasks' open attempts that this worker claimed; return how many.
 
     One statement; it skips locked attempts, which somebody is ending anyway.
     """
     mine = (
         sa.select(attempts.c.reservation_id, attempts.c.attempt)
+        .join(
+            reservations,
+            sa.and_(
+                reservations.c.root == attempts.c.root,
+                reservations.c.reservation_id == attempts.c.reservation_id,
+            ),
+        )
         .where(
             attempts.c.root == root,
-            attempts.c.reservation_id.in_(reservation_ids),
+            reservations.c.task_id.in_(task_ids),
             attempts.c.boot_id == boot_id,
             attempts.c.lease_until_us.is_not(None),
         )
-        .with_for_update(skip_locked=True)
+        .with_for_update(of=attempts, skip_locked=True)
         .cte("mine")
     )
     renewed = connection.execute(
@@ -302,8 +337,12 @@ def renew(
 
 
 @dataclass(frozen=True)
-class Lapsed:
-    """An open attempt whose lease was over when it was looked at."""
+class OpenAttempt:
+    """An attempt that was not closed when it was looked at.
+
+    :ivar ended_us: when its call ended; none while it runs.
+    :ivar replayable: whether its outcome was kept and can be given again.
+    """
 
     reservation_id: uuid.UUID
     attempt: int
@@ -312,43 +351,64 @@ class Lapsed:
     late_ack: bool
     ended_us: int | None
     outcome: str | None
+    replayable: bool
     replays: int
     task_id: str
     task_name: str
     deliveries: int
 
 
-def lapsed(connection: Connection, root: str, limit: int) -> list[Lapsed]:
+def running(
+    connection: Connection, root: str, task_id: str, boot_id: uuid.UUID
+) -> OpenAttempt | None:
+    """Return the running attempt of a task that this worker claimed; none where it has none."""
+    row = connection.execute(
+        _select_open().where(
+            attempts.c.root == root,
+            reservations.c.task_id == task_id,
+            reservations.c.state == "running",
+            attempts.c.boot_id == boot_id,
+            attempts.c.ended_us.is_(None),
+        )
+    ).first()
+    return None if row is None else OpenAttempt(**row._mapping)
+
+
+def lapsed(connection: Connection, root: str, limit: int) -> list[OpenAttempt]:
     """Return open attempts whose lease is over, longest first. Locks nothing."""
     rows = connection.execute(
-        sa.select(
-            attempts.c.reservation_id,
-            attempts.c.attempt,
-            attempts.c.claim_id,
-            attempts.c.retries,
-            attempts.c.late_ack,
-            attempts.c.ended_us,
-            attempts.c.outcome,
-            attempts.c.replays,
-            reservations.c.task_id,
-            reservations.c.task_name,
-            reservations.c.deliveries,
-        )
-        .join(
-            reservations,
-            sa.and_(
-                reservations.c.root == attempts.c.root,
-                reservations.c.reservation_id == attempts.c.reservation_id,
-            ),
-        )
+        _select_open()
         .where(attempts.c.root == root, attempts.c.lease_until_us <= now_us())
         .order_by(attempts.c.lease_until_us)
         .limit(limit)
     )
-    return [Lapsed(**row._mapping) for row in rows]
+    return [OpenAttempt(**row._mapping) for row in rows]
 
 
-def republish_ended(connection: Connection, root: str, seen: Lapsed, wait_us: int) -> bool:
+def _select_open() -> sa.Select[Any]:
+    return sa.select(
+        attempts.c.reservation_id,
+        attempts.c.attempt,
+        attempts.c.claim_id,
+        attempts.c.retries,
+        attempts.c.late_ack,
+        attempts.c.ended_us,
+        attempts.c.outcome,
+        attempts.c.payload.is_not(None).label("replayable"),
+        attempts.c.replays,
+        reservations.c.task_id,
+        reservations.c.task_name,
+        reservations.c.deliveries,
+    ).join(
+        reservations,
+        sa.and_(
+            reservations.c.root == attempts.c.root,
+            reservations.c.reservation_id == attempts.c.reservation_id,
+        ),
+    )
+
+
+def republish_ended(connection: Connection, root: str, seen: OpenAttempt, wait_us: int) -> bool:
     """Publish an ended attempt's message again and give its replay ``wait_us``.
 
     Locks its reservation; false where it was closed, replayed or renewed since it was ``seen``.

@@ -25,7 +25,7 @@ from celery_budget.store.budgets import move
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import balances, budgets, lines, now_us, refusals, reservations
 
-__all__ = ["finish", "hold", "lines_of", "lock", "release", "reserve"]
+__all__ = ["finish", "hold", "lines_of", "lock", "note_refusal", "release", "reserve"]
 
 
 def reserve(
@@ -135,16 +135,14 @@ def _reserve_sqlite(
     short = _short(connection, request)
     if short is not None:
         if short["outcome"] == "refused" and note:
-            insert_new(
+            note_refusal(
                 connection,
-                refusals,
-                root=request.root,
-                refusal_id=request.reservation_id,
-                budget=short["budget"],
-                stage=request.stage,
-                task_name=request.task_name,
-                requested=short["requested"],
-                refused_us=now_us(),
+                request.root,
+                short["budget"],
+                request.stage,
+                request.task_name,
+                short["requested"],
+                request.reservation_id,
             )
         return short
     connection.execute(
@@ -193,6 +191,29 @@ def _reserve_sqlite(
         retries=request.retries,
     )
     return {"outcome": "reserved", "reservation_id": request.reservation_id}
+
+
+def note_refusal(
+    connection: Connection,
+    root: str,
+    budget: str,
+    stage: str,
+    task_name: str,
+    requested: int,
+    refusal_id: uuid.UUID | None = None,
+) -> None:
+    """Count a refusal for the reports; once for each ``refusal_id``."""
+    insert_new(
+        connection,
+        refusals,
+        root=root,
+        refusal_id=refusal_id or new_id(),
+        budget=budget,
+        stage=stage,
+        task_name=task_name,
+        requested=requested,
+        refused_us=now_us(),
+    )
 
 
 def _short(connection: Connection, request: ReserveRequest) -> Mapping[str, Any] | None:

@@ -1,0 +1,239 @@
+"""Finished wire messages: recorded from Celery's own sender, written down, and read again.
+
+Celery's sender resolves routing, signals, headers and times; a producer that records instead of
+publishing gets the message it would have sent, serialised and compressed by kombu itself.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from celery import Celery
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu import Exchange, Producer, Queue
+from kombu.utils.json import dumps, loads
+
+from celery_budget.core.identity import derived_id
+from celery_budget.core.messages import WireMessage
+from celery_budget.errors import UnsupportedPublication
+
+__all__ = ["Envelope", "Record", "RecordingProducer", "fix_link_ids", "read", "written"]
+
+#: What kombu's publish takes by name; everything else in a message's properties is passed through.
+DELAYED_EXCHANGE = "celery_delayed_27"
+DELAY_BITS = 28
+
+
+@dataclass(frozen=True)
+class Record:
+    """What kombu was about to hand to the transport."""
+
+    body: bytes
+    content_type: str
+    content_encoding: str
+    headers: dict[str, Any]
+    properties: dict[str, Any]
+    priority: int | None
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    immediate: bool
+    declare: list[Any]
+
+
+class RecordingProducer(Producer):
+    """A producer that hands what it would publish to ``sink``.
+
+    Takes its defaults, and the connection Celery's sender may ask for, from the real one.
+    """
+
+    def __init__(self, producer: Producer, sink: Callable[[Record], None]) -> None:
+        super().__init__(
+            None,
+            exchange=producer.exchange,
+            routing_key=producer.routing_key,
+            serializer=producer.serializer,
+            auto_declare=producer.auto_declare,
+            compression=producer.compression,
+        )
+        self._real = producer
+        self._sink = sink
+
+    @property
+    def connection(self) -> Any:
+        return self._real.connection
+
+    def revive(self, channel: Any) -> None:
+        """Do nothing: there is no channel to revive."""
+
+    def publish(self, body: Any, **options: Any) -> None:
+        # Nothing that is recorded can fail for the broker's sake.
+        options.update(retry=False)
+        super().publish(body, **options)
+
+    def _publish(
+        self,
+        body: bytes | str,
+        priority: int | None,
+        content_type: str,
+        content_encoding: str,
+        headers: dict[str, Any],
+        properties: dict[str, Any],
+        routing_key: str,
+        mandatory: bool,
+        immediate: bool,
+        exchange: str,
+        declare: list[Any] | None,
+        *_timeouts_and_retries: Any,
+    ) -> None:
+        raw = body.encode("utf-8") if isinstance(body, str) else bytes(body)
+        self._sink(
+            Record(
+                raw,
+                content_type,
+                content_encoding,
+                headers,
+                properties,
+                priority,
+                exchange,
+                routing_key,
+                mandatory,
+                immediate,
+                list(declare or ()),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Everything of a wire message but its body; see :class:`Record`."""
+
+    content_type: str
+    content_encoding: str
+    headers: dict[str, Any]
+    properties: dict[str, Any]
+    priority: int | None
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    immediate: bool
+    declare: list[Any]
+
+
+def written(app: Celery, record: Record, queue: str) -> WireMessage:
+    """Return ``record`` as the outbox keeps it.
+
+    :raises UnsupportedPublication: where a header or property cannot be written as JSON.
+    """
+    headers = record.headers
+    task_id = str(headers.get("id") or uuid.uuid4())
+    task_name = str(headers.get("task") or "")
+    try:
+        envelope = dumps(
+            {
+                "content_type": record.content_type,
+                "content_encoding": record.content_encoding,
+                "headers": headers,
+                "properties": record.properties,
+                "priority": record.priority,
+                "exchange": record.exchange,
+                "routing_key": record.routing_key,
+                "mandatory": bool(record.mandatory),
+                "immediate": bool(record.immediate),
+                "declare": [_declaration(entity) for entity in record.declare],
+            }
+        )
+    except (TypeError, ValueError) as exc:
+        raise UnsupportedPublication(
+            f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
+            f"stored: {exc}"
+        ) from exc
+    eta, expires = (_moment_us(app, headers.get(name)) for name in ("eta", "expires"))
+    return WireMessage(
+        task_id, task_name, record.body, envelope, queue, due_us=eta or 0, expires_us=expires
+    )
+
+
+def read(message: WireMessage) -> Envelope:
+    """Return the envelope of a stored message, declarations as kombu's entities again."""
+    values = loads(message.envelope)
+    values["declare"] = [_entity(kind, entity) for kind, entity in values["declare"]]
+    return Envelope(**values)
+
+
+def _declaration(entity: Any) -> tuple[str, dict[str, Any]]:
+    kind = "queue" if isinstance(entity, Queue) else "exchange"
+    return kind, entity.as_dict(recurse=True)
+
+
+def _entity(kind: str, values: dict[str, Any]) -> Any:
+    if kind == "exchange":
+        return Exchange(**values)
+    exchange = values.pop("exchange", None)
+    bindings = values.pop("bindings", None)
+    return Queue(
+        **values,
+        exchange=None if exchange is None else Exchange(**exchange),
+        bindings=[] if not bindings else [_binding(binding) for binding in bindings],
+    )
+
+
+def _binding(values: dict[str, Any]) -> Any:
+    from kombu.entity import binding
+
+    exchange = values.pop("exchange", None)
+    return binding(exchange=None if exchange is None else Exchange(**exchange), **values)
+
+
+def _moment_us(app: Celery, value: str | datetime | None) -> int | None:
+    """Return a header's time in microseconds since the epoch; one without zone is the app's."""
+    if not value:
+        return None
+    moment = maybe_make_aware(maybe_iso8601(value), app.timezone)
+    return int(moment.timestamp() * 1_000_000)
+
+
+def fix_link_ids(embed: dict[str, Any], reservation_id: uuid.UUID) -> dict[str, Any]:
+    """Return a message's embedded signatures with an id for each link that has none.
+
+    Celery gives callbacks a new id at each dispatch, so that a replay of the task would run them
+    once more. Derived from the reservation, a link's id stays the same.
+    """
+    fixed = dict(embed)
+    for kind in ("callbacks", "errbacks"):
+        signatures = fixed.get(kind)
+        if signatures:
+            fixed[kind] = [
+                _with_ids(signature, str(reservation_id), f"{kind}:{number}")
+                for number, signature in enumerate(signatures)
+            ]
+    return fixed
+
+
+def _with_ids(signature: Any, seed: str, path: str) -> Any:
+    if not isinstance(signature, dict):
+        return signature
+    options = dict(signature.get("options") or {})
+    options.setdefault("task_id", str(derived_id("link", seed, path)))
+    fixed = type(signature).__new__(type(signature))
+    dict.update(fixed, signature, options=options)
+    kwargs = signature.get("kwargs") or {}
+    if signature.get("subtask_type") in ("chain", "group", "chord"):
+        nested = dict(kwargs)
+        for key in ("tasks", "header"):
+            members = nested.get(key)
+            if isinstance(members, (list, tuple)):
+                nested[key] = [
+                    _with_ids(member, seed, f"{path}.{key}:{number}")
+                    for number, member in enumerate(members)
+                ]
+            elif members:
+                nested[key] = _with_ids(members, seed, f"{path}.{key}")
+        if nested.get("body"):
+            nested["body"] = _with_ids(nested["body"], seed, f"{path}.body")
+        dict.update(fixed, kwargs=nested)
+    return fixed

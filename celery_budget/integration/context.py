@@ -1,0 +1,136 @@
+"""What is known beside Celery's own objects: an app's budget, a request's attempt, a header."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery
+from celery._state import get_current_worker_task
+
+from celery_budget.core.identity import new_id
+from celery_budget.core.reservations import Admitted
+from celery_budget.errors import NotInstalled
+
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
+    from celery_budget.settlement import Attempt
+
+__all__ = [
+    "BOOT_ID",
+    "HEADER",
+    "Delivered",
+    "attach",
+    "attempt_of",
+    "current_attempt",
+    "delivered_now",
+    "delivering",
+    "find_installed",
+    "header",
+    "install_on",
+    "installed_on",
+    "parse_header",
+]
+
+#: The one header a budgeted message carries: ``root/reservation id``.
+HEADER = "budget_reservation"
+
+#: Identifies this process and the children it forks: the worker's main process and its pool.
+BOOT_ID = new_id()
+
+_ATTRIBUTE = "_budget_attempt"
+_INSTALLED = "_celery_budget"
+
+
+def header(root: str, reservation_id: uuid.UUID) -> str:
+    """Return the header's value for a reservation."""
+    return f"{root}/{reservation_id}"
+
+
+def parse_header(value: object) -> tuple[str, uuid.UUID] | None:
+    """Return root and reservation id of a header; none for what is no such header."""
+    if not isinstance(value, str):
+        return None
+    root, _, written = value.rpartition("/")
+    try:
+        return (root, uuid.UUID(written)) if root else None
+    except ValueError:
+        return None
+
+
+def attach(request: Any, attempt: Attempt) -> None:
+    """Tie an attempt to the request that runs it."""
+    setattr(request, _ATTRIBUTE, attempt)
+
+
+def attempt_of(request: Any) -> Attempt | None:
+    """Return the attempt of a request; none where it runs under no budget."""
+    attempt: Attempt | None = getattr(request, _ATTRIBUTE, None)
+    return attempt
+
+
+def current_attempt(app: Celery | None = None) -> Attempt | None:
+    """Return the attempt of the task that this thread runs; none where it runs none.
+
+    A task called directly by another is part of that one.
+    """
+    task = get_current_worker_task()
+    if task is None or (app is not None and task.app is not app):
+        return None
+    return attempt_of(task.request)
+
+
+@dataclass
+class Delivered:
+    """A message that a worker has received without a reservation, on its way through the gate."""
+
+    task_id: str
+    park: bool
+    admitted: Admitted | None = field(default=None)
+
+
+_delivered: ContextVar[Delivered | None] = ContextVar("budget_delivered", default=None)
+
+
+@contextmanager
+def delivering(delivered: Delivered) -> Iterator[None]:
+    """Have the gate admit the message of ``delivered`` as one that is not to be published."""
+    token = _delivered.set(delivered)
+    try:
+        yield
+    finally:
+        _delivered.reset(token)
+
+
+def delivered_now() -> Delivered | None:
+    """Return the delivered message that is on its way through the gate; none otherwise."""
+    return _delivered.get()
+
+
+def install_on(app: Celery, budget: CeleryBudget) -> None:
+    """Tie an application to its budget."""
+    setattr(app, _INSTALLED, budget)
+
+
+def find_installed(app: Celery) -> CeleryBudget | None:
+    """Return the application's :class:`CeleryBudget`; none where it has none."""
+    found: CeleryBudget | None = app.__dict__.get(_INSTALLED)
+    return found
+
+
+def installed_on(app: Celery) -> CeleryBudget:
+    """Return the application's :class:`CeleryBudget`.
+
+    :raises NotInstalled: where it has none.
+    """
+    found = find_installed(app)
+    if found is None:
+        raise NotInstalled(
+            f"{app} has budgeted tasks and no CeleryBudget; add 'budget = CeleryBudget(app)' "
+            "where the application is made"
+        )
+    return found

@@ -1,0 +1,229 @@
+"""A task's call under a budget: claim on entry, settle on exit.
+
+The call is the only point after the work and before callbacks, chain, result and acknowledgement
+that can still decide what becomes of the task.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore, Reject, Retry
+from kombu import serialization
+from kombu.exceptions import EncodeError
+from kombu.utils.json import dumps, loads
+
+from celery_budget import admission, settlement
+from celery_budget.core.reservations import (
+    AlreadyReserved,
+    Closed,
+    Missing,
+    Outcome,
+    Reserved,
+    Running,
+    StoredOutcome,
+)
+from celery_budget.integration.context import (
+    BOOT_ID,
+    HEADER,
+    Delivered,
+    attach,
+    delivering,
+    installed_on,
+    parse_header,
+)
+
+if TYPE_CHECKING:
+    import uuid
+
+    from celery_budget.integration.install import CeleryBudget
+
+__all__ = ["execute"]
+
+logger = logging.getLogger(__name__)
+
+
+def execute(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``task``'s body under its reservation, or do what its delivery calls for.
+
+    :raises Ignore: for a delivery that may not run, and for an attempt that lost its claim while
+        it ran: no result, chord or chain is touched.
+    """
+    budget = installed_on(task.app)
+    request = task.request
+    if request.is_eager:
+        logger.warning("task %s[%s] runs eagerly, outside its budget", task.name, request.id)
+        return task.run(*args, **kwargs)
+    attempt = _claim(budget, task, args, kwargs)
+    attach(request, attempt)
+    if attempt.replay is not None:
+        attempt.called = attempt.settled = True
+        return _replay(task, attempt.replay)
+    try:
+        value = task.run(*args, **kwargs)
+        outcome = Outcome("returned", _written_value(budget, task, value))
+    except Retry:
+        _end(attempt, Outcome("retried"))
+        raise
+    except Ignore:
+        _end(attempt, Outcome("replaced" if attempt.replaced else "ignored"))
+        raise
+    except Reject as exc:
+        _end(attempt, Outcome("rejected", requeue=bool(exc.requeue)))
+        raise
+    except Exception as exc:
+        _end(attempt, Outcome("raised", _written_error(budget, task, exc)))
+        raise
+    _end(attempt, outcome)
+    return value
+
+
+def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
+    attempt.called = True
+    if not attempt.end(outcome):
+        logger.warning(
+            "attempt %s of reservation %s lost its claim while it ran; its outcome is refused",
+            attempt.number,
+            attempt.reservation_id,
+        )
+        raise Ignore("the attempt lost its claim")
+
+
+def _claim(
+    budget: CeleryBudget, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> settlement.Attempt:
+    """Claim the attempt this delivery stands for.
+
+    :raises Ignore: where another delivery runs or has ended it, or the request is parked.
+    :raises Reject: where it came without a reservation and those are to be rejected.
+    """
+    found = parse_header(getattr(task.request, HEADER, None))
+    if found is not None:
+        claimed = _claim_reserved(budget, task, *found)
+        if not isinstance(claimed, Missing):
+            return _only_attempt(task, claimed)
+    reservation_id = _admit_delivered(budget, task, args, kwargs)
+    return _only_attempt(task, _claim_reserved(budget, task, budget.settings.root, reservation_id))
+
+
+def _claim_reserved(
+    budget: CeleryBudget, task: Any, root: str, reservation_id: uuid.UUID
+) -> settlement.Attempt | Running | Closed | Missing:
+    request = task.request
+    delivery = settlement.Delivery(
+        root,
+        reservation_id,
+        str(request.id),
+        int(request.replaced_task_nesting or 0),
+        int(request.retries or 0),
+        f"{request.hostname}/{os.getpid()}",
+        BOOT_ID,
+        bool(task.acks_late),
+    )
+    return settlement.claim(budget.store, budget.settings, delivery)
+
+
+def _only_attempt(
+    task: Any, claimed: settlement.Attempt | Running | Closed | Missing
+) -> settlement.Attempt:
+    if isinstance(claimed, settlement.Attempt):
+        return claimed
+    why = "is running elsewhere" if isinstance(claimed, Running) else "has ended"
+    logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
+    raise Ignore(f"the request {why}")
+
+
+def _admit_delivered(
+    budget: CeleryBudget, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> uuid.UUID:
+    """Reserve for a message that came without a reservation; return the reservation's id.
+
+    The message is made again from the request, as Celery does for a retry, so that it can be
+    published anew should this worker go away.
+    """
+    request = task.request
+    if budget.settings.unreserved == "reject":
+        _count_rejected(budget, task, args, kwargs)
+        raise Reject(
+            f"task {task.name}[{request.id}] came without a reservation and budget_unreserved "
+            "is 'reject'",
+            requeue=False,
+        )
+    delivered = Delivered(str(request.id), park=True)
+    with delivering(delivered):
+        task.signature_from_request(request, args, kwargs, retries=request.retries).apply_async(
+            add_to_parent=False
+        )
+    admitted = delivered.admitted
+    if isinstance(admitted, (Reserved, AlreadyReserved)):
+        return admitted.reservation_id
+    logger.warning(
+        "task %s[%s] came without a reservation and waits for budget", task.name, request.id
+    )
+    raise Ignore("the request waits for budget")
+
+
+def _count_rejected(
+    budget: CeleryBudget, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    policy = type(task).budget_policy
+    evaluation = policy.evaluate(task.name, inspect.signature(task.run), args, kwargs)
+    admission.count_refusal(
+        budget.store,
+        budget.settings,
+        evaluation.budget,
+        policy.stage or task.name,
+        task.name,
+        evaluation.estimate,
+    )
+
+
+def _replay(task: Any, stored: StoredOutcome) -> Any:
+    """Give a stored outcome again, so that chain, chord and result go on."""
+    if stored.payload is None:
+        raise Ignore("the outcome was not kept")
+    value = loads(stored.payload)
+    if stored.kind == "raised":
+        raise task.backend.exception_to_python(value)
+    content_type, content_encoding, body = value
+    return serialization.loads(body, content_type, content_encoding, accept={content_type})
+
+
+def _written_value(budget: CeleryBudget, task: Any, value: Any) -> str | None:
+    """Return a return value as kept for a replay; none where nobody would need it.
+
+    :raises EncodeError: where Celery could not store the result either.
+    """
+    request = task.request
+    wanted = not task.ignore_result and request.ignore_result is not True
+    if not wanted and not (request.callbacks or request.chain or request.chord):
+        return None
+    serializer = budget.app.conf.result_serializer
+    try:
+        content_type, content_encoding, body = serialization.dumps(value, serializer=serializer)
+    except EncodeError:
+        if wanted:
+            raise
+        return None
+    return _capped(budget, task, dumps([content_type, content_encoding, body]))
+
+
+def _written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | None:
+    return _capped(budget, task, dumps(task.backend.prepare_exception(error, serializer="json")))
+
+
+def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:
+    if len(written) <= budget.settings.outcome_bytes:
+        return written
+    logger.warning(
+        "the outcome of task %s[%s] has %d bytes, above budget_outcome_bytes (%d); it cannot be "
+        "given again should this worker go away before the result is stored",
+        task.name,
+        task.request.id,
+        len(written),
+        budget.settings.outcome_bytes,
+    )
+    return None

@@ -1,0 +1,86 @@
+"""What runs beside beat or as ``budget relay``: the relay and the periodic sweep, a thread each.
+
+They are apart so that a result backend that hangs under the sweep never holds up a message.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from celery_budget import admission, recovery, relay
+from celery_budget.errors import StoreError
+from celery_budget.integration.publisher import KombuPublisher
+from celery_budget.integration.results import BackendResults
+
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
+
+__all__ = ["RelayService", "sweep"]
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+
+
+class RelayService:
+    """The relay and the sweep of one application. Starting and stopping twice does no harm."""
+
+    def __init__(self, budget: CeleryBudget) -> None:
+        self._budget = budget
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start both threads.
+
+        :raises SchemaError: where ``budget init`` has not been run.
+        """
+        if self._threads:
+            return
+        try:
+            self._budget.check()
+        except StoreError as error:
+            logger.warning("%s; the relay starts and waits for it", error)
+        self._stop.clear()
+        self._threads = [
+            threading.Thread(target=self._relay, name="budget-relay", daemon=True),
+            threading.Thread(target=self._sweep, name="budget-sweep", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        logger.info("budget relay started on %s", self._budget.store.url)
+
+    def stop(self) -> None:
+        """Stop both and wait for what they have in hand."""
+        self._stop.set()
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(STOP_SECONDS)
+
+    def _relay(self) -> None:
+        budget = self._budget
+        publisher = KombuPublisher(budget.app)
+        results = BackendResults(budget.app)
+        try:
+            relay.run(budget.store, budget.settings, publisher, results.ended, self._stop)
+        finally:
+            publisher.reset()
+
+    def _sweep(self) -> None:
+        while not self._stop.is_set():
+            try:
+                sweep(self._budget)
+            except Exception:
+                logger.exception("the sweep failed; it is tried again")
+            self._stop.wait(self._budget.settings.sweep_seconds)
+
+
+def sweep(budget: CeleryBudget) -> None:
+    """Run every periodic step once: parked work, then recovery."""
+    results = BackendResults(budget.app)
+    swept = admission.admit_parked(budget.store, budget.settings)
+    for task_id in swept.over:
+        results.ended(task_id, "park_expired")
+    recovery.run_once(budget.store, budget.settings, results)

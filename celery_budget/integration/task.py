@@ -1,0 +1,257 @@
+"""Budgeted tasks: the base class, the decorator in all its places, and their policies."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from celery import Celery, Task
+from celery._state import _get_active_apps, connect_on_app_finalize, get_current_app
+from celery.local import PromiseProxy, Proxy
+
+from celery_budget.core.policies import BudgetPolicy
+from celery_budget.errors import PolicyError
+from celery_budget.integration.execution import execute
+
+__all__ = ["BudgetedTask", "budgeted", "policy_of", "signature_of", "upgrade_marked"]
+
+#: Where a function carries the policy of the task that is made of it.
+MARK = "__budget_policy__"
+
+
+class BudgetedTask(Task):
+    """A task that draws on a budget.
+
+    Set ``budget`` and ``estimate``, and if you like ``stage`` and ``estimate_version``, as class
+    attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to
+    :func:`budgeted`. Its message is reserved before it is dispatched, its attempt is claimed
+    before its body runs, and what it used is settled before anything follows from it.
+    """
+
+    abstract = True
+    Request = "celery_budget.integration.worker:BudgetRequest"
+
+    #: The policy, made of the attributes above; none for a base class that sets no budget.
+    budget_policy: BudgetPolicy | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Not getattr: a callable must not become a method.
+        budget = inspect.getattr_static(cls, "budget", None)
+        estimate = inspect.getattr_static(cls, "estimate", None)
+        if "budget_policy" in cls.__dict__ or (budget is None and estimate is None):
+            return
+        if budget is None or estimate is None:
+            missing = "budget" if budget is None else "estimate"
+            raise PolicyError(f"{cls.__name__} is a budgeted task without {missing}=")
+        cls.budget_policy = BudgetPolicy(
+            _plain(budget),
+            _plain(estimate),
+            cls.__dict__.get("stage", getattr(cls, "stage", None)),
+            str(getattr(cls, "estimate_version", "1")),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.request.called_directly:
+            return super().__call__(*args, **kwargs)
+        return execute(self, args, kwargs)
+
+
+def _plain(value: Any) -> Any:
+    return value.__func__ if isinstance(value, staticmethod) else value
+
+
+def budgeted(
+    target: Any = None,
+    /,
+    *,
+    budget: str | Callable[..., str],
+    estimate: int | Callable[..., int],
+    stage: str | None = None,
+    estimate_version: str = "1",
+    **task_options: Any,
+) -> Any:
+    """Give a task a budget.
+
+    Above or beneath ``@app.task`` or ``@shared_task``, or alone on a function, where it equals
+    ``@shared_task(base=BudgetedTask, …)`` and takes that decorator's options as well.
+
+    :param budget: the budget's name, a template over the task's arguments
+        (``"tenant:{tenant}"``) or a callable of those it names.
+    :param estimate: the amount to reserve before dispatch, an integer in the budget's unit or a
+        callable of the arguments it names.
+    :param stage: what reports group by; the task's name unless given.
+    :param estimate_version: tells versions of the estimator apart in reports.
+    :raises PolicyError: for a declaration that cannot work.
+    :raises InvalidAmount: for a constant estimate that is no amount.
+    """
+    policy = BudgetPolicy(budget, estimate, stage, estimate_version)
+
+    def decorate(target: Any) -> Any:
+        # type() and not isinstance(): a proxy claims the class of what it stands for, and would
+        # have to make it for that.
+        if issubclass(type(target), Proxy):
+            _upgrade_later(target, policy)
+            return target
+        if isinstance(target, Task):
+            _upgrade(target, policy)
+            return target
+        if not callable(target):
+            raise PolicyError(f"@budgeted is for functions and tasks, not for {target!r}")
+        return BudgetedFunction(target, policy, task_options)
+
+    return decorate if target is None else decorate(target)
+
+
+class BudgetedFunction:
+    """What ``@budgeted`` makes of a plain function.
+
+    To a task decorator above it, it is that function, with a mark that gives the task its budget.
+    To everybody else it is the shared task of that function, made in the current application when
+    it is first needed.
+    """
+
+    #: Every one there is: a worker makes the tasks of those that no decorator has taken.
+    made: ClassVar[list[BudgetedFunction]] = []
+
+    def __init__(
+        self, function: Callable[..., Any], policy: BudgetPolicy, options: dict[str, Any]
+    ) -> None:
+        functools.update_wrapper(self, function)
+        setattr(self, MARK, policy)
+        setattr(function, MARK, policy)
+        self._function = function
+        self._options = options
+        # Celery looks at the signature of an object's __call__.
+        self.__dict__["__call__"] = function
+        BudgetedFunction.made.append(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self._function.__get__(instance, owner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return getattr(self.task_in(get_current_app()), name)
+
+    def __repr__(self) -> str:
+        return f"<budgeted {self.__qualname__}>"
+
+    def task_in(self, app: Celery) -> Any:
+        """Return the function's task in ``app``: the one a decorator made, or a shared one."""
+        app.finalize(auto=True)
+        for task in list(app.tasks.values()):
+            if _function_of(task) in (self, self._function):
+                _upgrade_if_marked(task)
+                return task
+        return self._make(app)
+
+    def _make(self, app: Celery) -> Any:
+        policy: BudgetPolicy = getattr(self, MARK)
+        # Not shared with other applications: in one of them a decorator may have made, or be
+        # about to make, a task of this function with options of its own.
+        task = app.task(base=BudgetedTask, lazy=False, shared=False, **self._options)(
+            self._function
+        )
+        _upgrade(task, policy)
+        return task
+
+
+def _function_of(task: Any) -> Any:
+    return getattr(type(task), "__wrapped__", None)
+
+
+def policy_of(app: Celery, name: str) -> BudgetPolicy | None:
+    """Return the policy of the task ``name``; none where it has none or is not known here."""
+    if app.finalized or app.autofinalize:
+        task = app.tasks.get(name)
+    else:
+        task = app._tasks.get(name)
+    if task is None:
+        return None
+    if not isinstance(task, BudgetedTask):
+        _upgrade_if_marked(task)
+    policy: BudgetPolicy | None = getattr(type(task), "budget_policy", None)
+    return policy
+
+
+def signature_of(task: Any) -> inspect.Signature:
+    """Return the signature that a task's arguments are bound by, without ``self``.
+
+    :raises PolicyError: where the task's policy names what it does not take.
+    """
+    cached = type(task).__dict__.get("_budget_signature")
+    if cached is None:
+        cached = inspect.signature(task.run)
+        type(task).budget_policy.check(task.name, cached)
+        type(task)._budget_signature = cached
+    result: inspect.Signature = cached
+    return result
+
+
+def upgrade_marked(app: Celery) -> None:
+    """Give every task of ``app`` whose function is marked its budget, and make what is missing."""
+    for task in list(app.tasks.values()):
+        if not isinstance(task, BudgetedTask):
+            _upgrade_if_marked(task)
+    for function in BudgetedFunction.made:
+        function.task_in(app)
+
+
+def _upgrade_if_marked(task: Any) -> None:
+    policy = getattr(_function_of(task), MARK, None)
+    if policy is not None:
+        _upgrade(task, policy)
+
+
+def _upgrade(task: Any, policy: BudgetPolicy) -> None:
+    """Turn an existing task into a budgeted one, in place: it may be referred to already."""
+    cls = type(task)
+    if cls.__dict__.get("budget_policy") is policy:
+        return
+    bases = (cls,) if issubclass(cls, BudgetedTask) else (cls, BudgetedTask)
+    task.__class__ = type(
+        cls.__name__, bases, {"budget_policy": policy, "__module__": cls.__module__}
+    )
+    # Celery may have built its tracer around the class before.
+    task.__trace__ = None
+
+
+def _upgrade_later(proxy: Any, policy: BudgetPolicy) -> None:
+    """Upgrade what a proxy stands for as soon as it exists; evaluating it now would be too early.
+
+    ``@app.task`` gives a promise that tells when it is kept; ``@shared_task`` a proxy that finds
+    its task in whatever application is current.
+    """
+    if issubclass(type(proxy), PromiseProxy):
+        proxy.__then__(lambda: _upgrade(proxy._get_current_object(), policy))
+        return
+
+    def upgrade_in(app: Celery) -> None:
+        previous = get_current_app()
+        app.set_current()
+        try:
+            _upgrade(proxy._get_current_object(), policy)
+        finally:
+            previous.set_current()
+
+    def upgrade_when_final(app: Celery) -> None:
+        # The order among these callbacks is not fixed; after all of them the task is there.
+        app.on_after_finalize.connect(lambda **_: upgrade_in(app), weak=False)
+
+    connect_on_app_finalize(upgrade_when_final)
+    for app in _get_active_apps():
+        if app.finalized:
+            upgrade_in(app)
+
+
+def _upgrade_when_final(app: Celery) -> None:
+    app.on_after_finalize.connect(lambda **_: upgrade_marked(app), weak=False)
+
+
+connect_on_app_finalize(_upgrade_when_final)

@@ -1,0 +1,207 @@
+"""The worker's side beside the task's call: leases, closing, and what ends without a call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery import Celery, bootsteps, signals
+from celery.worker import state
+from celery.worker.request import Request
+
+from celery_budget import settlement
+from celery_budget.errors import StoreError
+from celery_budget.integration.context import (
+    BOOT_ID,
+    HEADER,
+    attempt_of,
+    find_installed,
+    parse_header,
+)
+from celery_budget.integration.install import CeleryBudget
+from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
+
+__all__ = ["BudgetRequest", "LeaseStep"]
+
+logger = logging.getLogger(__name__)
+
+#: A lease is renewed this often, so that two renewals may fail before it lapses.
+RENEWALS_PER_LEASE = 4
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class LeaseStep(bootsteps.StartStopStep):
+    """Keeps the leases of this worker's attempts alive, from a thread of its main process.
+
+    There it is not held up by a task that keeps the interpreter lock in a pool child.
+    """
+
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        super().__init__(parent, **kwargs)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, parent: Any) -> None:
+        """Check tasks and ledger, then start renewing.
+
+        :raises PolicyError, SchemaError: the worker must not start on them.
+        """
+        budget = find_installed(parent.app)
+        if budget is None:
+            return
+        _check(budget)
+        self._stop.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(budget,), name="budget-leases", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, parent: Any) -> None:
+        """Stop renewing, after the pool has ended its tasks."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    terminate = stop
+
+    def _run(self, budget: CeleryBudget) -> None:
+        wait = budget.settings.lease_seconds / RENEWALS_PER_LEASE
+        while not self._stop.wait(wait):
+            try:
+                task_ids = _active_task_ids(budget.app)
+                if task_ids:
+                    settlement.renew(budget.store, budget.settings, task_ids, BOOT_ID)
+            except StoreError as error:
+                logger.warning("leases could not be renewed: %s", error)
+            except Exception:
+                logger.exception("leases could not be renewed")
+
+
+def _check(budget: CeleryBudget) -> None:
+    upgrade_marked(budget.app)
+    for task in budget.app.tasks.values():
+        if isinstance(task, BudgetedTask) and type(task).budget_policy is not None:
+            signature_of(task)
+    try:
+        budget.check()
+    except StoreError as error:
+        logger.warning("%s; tasks will wait for it", error)
+
+
+def _active_task_ids(app: Celery) -> list[str]:
+    """Return the ids of the budgeted tasks this worker runs.
+
+    The set may change while it is copied: another thread accepts and finishes tasks.
+    """
+    while True:
+        try:
+            active = list(state.active_requests)
+        except RuntimeError:
+            continue
+        return [str(request.id) for request in active if isinstance(request.task, BudgetedTask)]
+
+
+def _safe(function: F) -> F:
+    """Keep what fails here from Celery, which would leak a prefetch slot; recovery finds it."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            logger.exception("the ledger could not be told; recovery will find it")
+            return None
+
+    return call  # type: ignore[return-value]
+
+
+class BudgetRequest(Request):
+    """A budgeted task's request in the worker's main process.
+
+    When a pool child is gone, the ledger decides before Celery stores or acknowledges anything.
+    """
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """Charge an attempt that the hard time limit is about to kill."""
+        if not soft:
+            self._worker_lost(may_rerun=False)
+        super().on_timeout(soft, timeout)
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        """Have a late-acknowledged task whose process died run again, without a result.
+
+        The ledger publishes its message again, whatever the transport does with the one that the
+        worker has; the attempts are bounded by ``budget_max_deliveries``. Everything else is
+        Celery's.
+        """
+        error = exc_info.exception
+        if isinstance(error, WorkerLostError):
+            if self._worker_lost(may_rerun=True) == "waiting":
+                state.task_ready(self)
+                self.acknowledge()
+                return None
+        elif isinstance(error, TimeLimitExceeded):
+            self._worker_lost(may_rerun=False)
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    @_safe
+    def _worker_lost(self, may_rerun: bool) -> str | None:
+        budget = find_installed(self.app)
+        if budget is None:
+            return None
+        return settlement.worker_lost(
+            budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun
+        )
+
+
+@signals.task_success.connect
+@_safe
+def _on_success(sender: Any, **_: Any) -> None:
+    _close(sender)
+
+
+@signals.task_failure.connect
+@_safe
+def _on_failure(sender: Any, **_: Any) -> None:
+    _close(sender)
+
+
+@signals.task_postrun.connect
+@_safe
+def _on_postrun(task: Any, state: str | None, **_: Any) -> None:
+    # What was ignored or rejected stores nothing; the others were closed above, or their result
+    # could not be stored and a replay is due.
+    if state in ("IGNORED", "REJECTED"):
+        _close(task)
+
+
+def _close(task: Any) -> None:
+    attempt = attempt_of(task.request) if isinstance(task, BudgetedTask) else None
+    if attempt is not None and attempt.called and attempt.settled:
+        attempt.settled = False
+        attempt.close()
+
+
+@signals.task_revoked.connect
+@_safe
+def _on_revoked(sender: Any, request: Any, terminated: bool, expired: bool, **_: Any) -> None:
+    budget = find_installed(sender.app) if isinstance(sender, BudgetedTask) else None
+    if budget is None:
+        return
+    if terminated:
+        settlement.worker_lost(
+            budget.store, budget.settings, str(request.id), BOOT_ID, may_rerun=False
+        )
+        return
+    found = parse_header(getattr(request, HEADER, None))
+    if found is not None:
+        settlement.release(budget.store, *found, "expired" if expired else "revoked")
