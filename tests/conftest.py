@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 import pytest
 from hypothesis import settings
 
+from tests.cluster import Cluster
 from tests.services import postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
 from tests.services.postgres import ExternalPostgres, PostgresServer
@@ -137,3 +138,38 @@ def own_rabbitmq(_module_rabbitmq: RabbitServer) -> RabbitServer:
     if not _module_rabbitmq.alive:
         _module_rabbitmq.restart()
     return _module_rabbitmq
+
+
+@pytest.fixture
+def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Make a :class:`Cluster` of processes from settings; all are stopped after the test."""
+    made: list[Cluster] = []
+
+    def make(**conf: Any) -> Cluster:
+        cluster = Cluster(tmp_path, conf)
+        made.append(cluster)
+        return cluster
+
+    yield make
+    for cluster in made:
+        cluster.stop()
+
+
+@pytest.fixture
+def embedded(tmp_path: Path, sqlite_url: str) -> dict[str, Any]:
+    """Settings of the embedded default: SQLite, the filesystem transport, results in files."""
+    folders = {name: tmp_path / name for name in ("queue", "processed", "control", "results")}
+    for folder in folders.values():
+        folder.mkdir()
+    return {
+        "broker_url": "filesystem://",
+        "broker_transport_options": {
+            "data_folder_in": str(folders["queue"]),
+            "data_folder_out": str(folders["queue"]),
+            "processed_folder": str(folders["processed"]),
+            "control_folder": str(folders["control"]),
+            "polling_interval": 0.05,
+        },
+        "result_backend": f"file://{folders['results']}",
+        "budget_database_url": sqlite_url,
+    }

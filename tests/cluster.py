@@ -1,0 +1,192 @@
+"""Real workers, beat and relay processes for tests, and waiting for what they do.
+
+A :class:`Cluster` belongs to one test: one configuration, one folder, and the processes started
+from it, which it ends by their process ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from celery_budget.integration.context import installed_on
+from celery_budget.integration.install import CeleryBudget
+from tests.apps import shop
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def eventually(
+    probe: Callable[[], T], until: Callable[[T], bool] = bool, seconds: float = 60, what: str = ""
+) -> T:
+    """Return ``probe()`` once ``until`` holds for it; fail, showing the last value, if never."""
+    end = time.monotonic() + seconds
+    while True:
+        value = probe()
+        if until(value):
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"{what or 'the awaited state'} did not come; last: {value!r}")
+        time.sleep(0.05)
+
+
+class Process:
+    """One ``celery`` process with its log."""
+
+    def __init__(self, cluster: Cluster, name: str, *arguments: str) -> None:
+        self.log = cluster.folder / f"{name}.log"
+        self._cluster = cluster
+        self._file = self.log.open("ab")
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "celery", "-A", "tests.apps.shop", *arguments],
+            cwd=cluster.folder,
+            env={
+                **os.environ,
+                "SHOP_CONF": json.dumps(cluster.conf),
+                "PYTHONPATH": str(ROOT),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def says(self, text: str, seconds: float = 60) -> None:
+        """Wait until ``text`` is in the log."""
+
+        def look() -> str:
+            if self.popen.poll() is not None and text not in self.text():
+                raise AssertionError(f"{self.log.name}: it ended:\n{self.text()[-4000:]}")
+            return self.text()
+
+        eventually(look, lambda log: text in log, seconds, f"{text!r} in {self.log.name}")
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def children(self) -> list[psutil.Process]:
+        """Return the pool's processes."""
+        return psutil.Process(self.pid).children()
+
+    def kill(self) -> None:
+        """SIGKILL the main process; its children follow, as they would with a machine."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        self.popen.kill()
+        self.popen.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    def terminate(self, seconds: float = 30) -> int:
+        """Ask it to end; kill it if it does not."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+            try:
+                self.popen.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._file.close()
+        return int(self.popen.returncode)
+
+
+class Cluster:
+    """One application's processes in one folder.
+
+    :param conf: the broker, result backend and ledger, and anything else to be set.
+    """
+
+    def __init__(self, folder: Path, conf: dict[str, Any]) -> None:
+        self.folder = folder
+        self.journal_path = folder / "journal"
+        self.journal_path.touch()
+        self.conf = {
+            "budget_poll_seconds": 0.05,
+            "budget_sweep_seconds": 0.2,
+            "budget_lease_seconds": 3,
+            "budget_republish_seconds": 5,
+            "budget_publish_seconds": 3,
+            "broker_connection_retry_on_startup": True,
+            "broker_connection_max_retries": None,
+            "worker_prefetch_multiplier": 1,
+            "worker_enable_remote_control": False,
+            "shop_journal": str(self.journal_path),
+            **conf,
+        }
+        self.app = shop.make_app(self.conf)
+        self.budget: CeleryBudget = installed_on(self.app)
+        self.budget.init()
+        self._processes: list[Process] = []
+
+    def start(self, name: str, *arguments: str) -> Process:
+        process = Process(self, f"{name}-{len(self._processes)}", *arguments)
+        self._processes.append(process)
+        return process
+
+    def worker(self, *arguments: str, concurrency: int = 2, pool: str = "prefork") -> Process:
+        """Start a worker and wait until it is ready."""
+        number = len(self._processes)
+        process = self.start(
+            "worker",
+            *("worker", "-n", f"w{number}@test", "-c", str(concurrency), "-P", pool, "-l", "INFO"),
+            *("--without-gossip", "--without-mingle", "--without-heartbeat", *arguments),
+        )
+        process.says(" ready.")
+        return process
+
+    def beat(self) -> Process:
+        """Start beat with the relay in it, and wait for the relay."""
+        process = self.start(
+            "beat", "beat", "-S", "budget", "-l", "INFO", "-s", str(self.folder / "schedule")
+        )
+        process.says("budget relay started")
+        return process
+
+    def relay(self) -> Process:
+        """Start ``budget relay`` and wait until it relays."""
+        process = self.start("relay", "budget", "relay")
+        process.says("budget relay started")
+        return process
+
+    def task(self, name: str) -> Any:
+        return self.app.tasks[f"shop.{name}"]
+
+    def journal(self) -> list[str]:
+        """Return what the task bodies have noted so far."""
+        return self.journal_path.read_text().split("\n")[:-1]
+
+    def release(self, name: str) -> None:
+        """Let the tasks that wait for ``name`` go on."""
+        (self.folder / name).touch()
+
+    def counts(self) -> dict[str, int]:
+        return self.budget.report().counts
+
+    def settle(self, seconds: float = 90) -> None:
+        """Wait until nothing is open in the ledger, then check that it adds up."""
+        eventually(
+            lambda: self.budget.reconcile().open_work,
+            lambda open_work: not any(open_work.values()),
+            seconds,
+            "a ledger with nothing open",
+        )
+        assert self.budget.reconcile().mismatches == ()
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.terminate()
+        self.app.close()
+        self.budget.store.dispose()
