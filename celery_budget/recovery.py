@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, outbox, reservations
+from celery_budget.store.attempts import REPLAY_LEASES
 
 __all__ = ["Recovered", "Results", "run_once"]
 
@@ -23,8 +24,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LIMIT = 100
-#: A replay may take this many leases before the message is published once more.
-REPLAY_LEASES = 2
 
 
 class Results(Protocol):

@@ -69,13 +69,14 @@ def run_once(store: Store, settings: Settings, publisher: Publisher, ended: Ende
 
     A message past its ``expires`` is not published, its hold is given back. One that the broker
     refuses is tried again with back-off, and its hold given back when the tries are used up.
+    Neither happens to one whose task was started: its result is not ours to store.
     """
     taken = store.run(outbox.claim_due, settings.root, settings.batch_size, settings.publish_us)
     published: list[Due] = []
     released = failed = 0
     down: str | None = None
     for number, due in enumerate(taken):
-        if due.expired:
+        if due.expired and not due.started:
             _release(store, settings, due, "expired", ended)
             released += 1
             continue
@@ -93,7 +94,7 @@ def run_once(store: Store, settings: Settings, publisher: Publisher, ended: Ende
                 due.message.task_id,
                 exc,
             )
-            if due.failures + 1 >= settings.max_publishes:
+            if due.failures + 1 >= settings.max_publishes and not due.started:
                 _release(store, settings, due, "unpublishable", ended)
                 released += 1
             else:

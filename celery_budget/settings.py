@@ -65,8 +65,8 @@ class Settings:
 
     @property
     def lock_ms(self) -> int:
-        """:attr:`lock_seconds` in milliseconds."""
-        return int(self.lock_seconds * 1000)
+        """:attr:`lock_seconds` in milliseconds; at least one, as 0 would mean for ever."""
+        return max(1, int(self.lock_seconds * 1000))
 
     @property
     def lease_us(self) -> int:

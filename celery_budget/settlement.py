@@ -22,7 +22,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, reservations, usage
-from celery_budget.store.attempts import Delivery
+from celery_budget.store.attempts import REPLAY_LEASES, Delivery
 
 __all__ = ["Attempt", "Delivery", "claim", "release", "renew", "worker_lost"]
 
@@ -118,27 +118,42 @@ def renew(store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.U
 
 def worker_lost(
     store: Store, settings: Settings, task_id: str, boot_id: uuid.UUID, may_rerun: bool
-) -> str | None:
-    """End the attempt of a task whose process is known to be gone; return the state reached.
+) -> bool:
+    """Bring an attempt on whose process is known to be gone; tell whether its message comes again.
 
-    ``waiting`` where it will run again, ``lost`` where not; none where it runs nothing any more.
+    One that ran runs again, or is lost: charged the greater of recorded and estimated. One that
+    had ended, whose result may not have been stored, gives its outcome again. False where Celery's
+    own ending of the task stands.
 
-    :param may_rerun: whether its outcome allows another attempt: not after a hard time limit or
-        a termination, which are meant.
+    :param may_rerun: whether the message may come again: not after a hard time limit or a
+        termination, which are meant.
     """
-    seen = store.run(attempts.running, settings.root, task_id, boot_id)
+    seen = store.run(attempts.open_of, settings.root, task_id, boot_id)
     if seen is None:
-        return None
-    return store.run(
-        attempts.abandon,
-        settings.root,
-        seen.reservation_id,
-        seen.attempt,
-        seen.claim_id,
-        again=may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries,
-        park_us=settings.park_us,
-        only_lapsed=False,
-    )
+        return False
+    if seen.ended_us is None:
+        again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries
+        state = store.run(
+            attempts.abandon,
+            settings.root,
+            seen.reservation_id,
+            seen.attempt,
+            seen.claim_id,
+            again=again,
+            park_us=settings.park_us,
+            only_lapsed=False,
+        )
+        return state == "waiting"
+    if may_rerun and seen.replayable and seen.replays < settings.max_deliveries:
+        return store.run(
+            attempts.republish_ended,
+            settings.root,
+            seen,
+            REPLAY_LEASES * settings.lease_us,
+            only_lapsed=False,
+        )
+    store.run(attempts.close, settings.root, seen.reservation_id, seen.attempt, seen.claim_id)
+    return False
 
 
 def release(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:

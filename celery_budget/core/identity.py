@@ -84,7 +84,8 @@ def _chunks(value: object) -> Iterator[bytes]:
     elif isinstance(value, bool):
         yield b"b1;" if value else b"b0;"
     elif isinstance(value, int):
-        yield from _text("i", str(value))
+        # In hexadecimal: Python bounds the length of a decimal one.
+        yield from _text("i", hex(value))
     elif isinstance(value, float):
         yield from _text("f", value.hex())
     elif isinstance(value, str):

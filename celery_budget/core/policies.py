@@ -167,9 +167,8 @@ def _wanted(function: ByArguments) -> tuple[list[str], list[str], bool]:
 
 def _call(function: ByArguments, arguments: Mapping[str, object]) -> object:
     needed, optional, any_name = _wanted(function)
-    if any_name:
-        return function(**arguments)
-    by_name = {name: arguments[name] for name in [*needed, *optional] if name in arguments}
+    names = arguments if any_name else [*needed, *optional]
+    by_name = {name: arguments[name] for name in names if name in arguments}
     positional = [
         by_name.pop(parameter.name)
         for parameter in inspect.signature(function).parameters.values()

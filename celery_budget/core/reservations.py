@@ -16,6 +16,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
+from celery_budget.errors import PolicyError
+
 __all__ = [
     "CLAIMABLE",
     "TERMINAL",
@@ -69,6 +71,7 @@ class ReserveRequest:
     :ivar parent: the reservation whose attempt publishes this one after its call.
     :ivar retries: Celery's count of retries in the message.
     :ivar unreserved: whether a worker admits a message that came without a reservation.
+    :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
     reservation_id: uuid.UUID
@@ -87,6 +90,12 @@ class ReserveRequest:
     parent: uuid.UUID | None = None
     retries: int = 0
     unreserved: bool = False
+
+    def __post_init__(self) -> None:
+        names = [line.budget for line in self.lines]
+        for name in names:
+            if names.count(name) > 1:
+                raise PolicyError(f"a request of {self.task_name} draws on budget {name!r} twice")
 
 
 @dataclass(frozen=True)

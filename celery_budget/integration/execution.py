@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore, Reject, Retry
@@ -46,8 +47,10 @@ __all__ = ["execute"]
 logger = logging.getLogger(__name__)
 
 
-def execute(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``task``'s body under its reservation, or do what its delivery calls for.
+def execute(
+    task: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run ``task``'s ``body`` under its reservation, or do what its delivery calls for.
 
     :raises Ignore: for a delivery that may not run, and for an attempt that lost its claim while
         it ran: no result, chord or chain is touched.
@@ -56,14 +59,14 @@ def execute(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = task.request
     if request.is_eager:
         logger.warning("task %s[%s] runs eagerly, outside its budget", task.name, request.id)
-        return task.run(*args, **kwargs)
+        return body(*args, **kwargs)
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
     if attempt.replay is not None:
         attempt.called = attempt.settled = True
         return _replay(task, attempt.replay)
     try:
-        value = task.run(*args, **kwargs)
+        value = body(*args, **kwargs)
         outcome = Outcome("returned", _written_value(budget, task, value))
     except Retry:
         _end(attempt, Outcome("retried"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,30 +65,27 @@ class Gate:
 
     def __call__(self, producer: Any, name: str, message: Any, **options: Any) -> Any:
         app = self._budget.app
-        _check_inline(app, name, message)
-        policy = policy_of(app, name)
         attempt = current_attempt(app)
-        if policy is None:
-            if attempt is not None and attempt.called:
-                return self._follow_unbudgeted(attempt, producer, name, message, options)
-            return self._send(producer, name, message, **options)
-        if not isinstance(message.body, tuple):
-            raise UnsupportedPublication(
-                f"task {name} has a budget and cannot be sent with task_protocol 1; use 2"
-            )
-        publication = self._publication(
-            policy, name, message, attempt, options.pop("request_id", None)
-        )
+        origin = _origin(message, attempt)
         try:
+            _check_inline(app, name, message)
+            policy = policy_of(app, name)
+            if policy is None:
+                if attempt is not None and attempt.called:
+                    return self._follow_unbudgeted(attempt, producer, name, message, options)
+                return self._send(producer, name, message, **options)
+            publication = self._publication(
+                policy, name, message, attempt, origin, options.pop("request_id", None)
+            )
             return self._admit(publication, producer, name, message, options)
         except StoreError:
             raise
         except BudgetError as error:
-            if publication.origin != "continuation":
+            if origin != "continuation":
                 raise
             # Raising would turn the task that has just finished into a failure; it is the one
             # that cannot follow which failed.
-            BackendResults(app).failed(publication.request.task_id, error)
+            BackendResults(app).failed(_task_id(message), error)
             return None
 
     def _publication(
@@ -96,22 +94,31 @@ class Gate:
         name: str,
         message: Any,
         attempt: Attempt | None,
-        request_id: str | None,
+        origin: str,
+        request_id: object,
     ) -> _Publication:
         """Work out the request: whose budget, how much, and what it is to the running task."""
+        if not isinstance(message.body, tuple):
+            raise UnsupportedPublication(
+                f"task {name} has a budget and cannot be sent with task_protocol 1; use 2"
+            )
         app, settings = self._budget.app, self._budget.settings
         task = app.tasks[name]
         args, kwargs, _ = message.body
         headers = message.headers
-        origin = _origin(headers, attempt)
         evaluation = policy.evaluate(name, signature_of(task), tuple(args), kwargs)
         print_ = fingerprint(name, evaluation.arguments)
-        task_id = str(headers["id"])
+        task_id = _task_id(message)
+        if request_id is None:
+            request_id = task_id
+        else:
+            request_id = _checked_request_id(request_id)
+            _check_stands_for(request_id, evaluation.budget, task_id)
         request = ReserveRequest(
             reservation_id=new_id(),
             root=settings.root,
             owner=evaluation.budget,
-            request_id=task_id if request_id is None else request_id,
+            request_id=request_id,
             task_id=task_id,
             task_name=name,
             stage=policy.stage or name,
@@ -242,12 +249,13 @@ class _Publication:
     attempt: Attempt | None
 
 
-def _origin(headers: dict[str, Any], attempt: Attempt | None) -> str:
+def _origin(message: Any, attempt: Attempt | None) -> str:
     task = get_current_worker_task()
     if attempt is not None and task is not None:
         if attempt.called:
             return "continuation"
-        if str(headers["id"]) == task.request.id:
+        if _task_id(message) == task.request.id:
+            headers = message.headers
             nesting = int(headers.get("replaced_task_nesting") or 0)
             if nesting > int(task.request.replaced_task_nesting or 0):
                 attempt.replaced = True
@@ -257,6 +265,11 @@ def _origin(headers: dict[str, Any], attempt: Attempt | None) -> str:
     # Set while Celery publishes what follows a task that has finished, budgeted or not.
     follows = getattr(celery.app.amqp, "_callback_publish_retry", None)
     return "continuation" if follows is not None and follows.get() else "new"
+
+
+def _task_id(message: Any) -> str:
+    """Return the id of the task a message starts; protocol 1 has it in the body."""
+    return str(message.headers["id"] if message.headers else message.body["id"])
 
 
 def _check_inline(app: Any, name: str, message: Any) -> None:
@@ -281,32 +294,43 @@ def _queue_name(options: dict[str, Any]) -> str:
     return str(getattr(queue, "name", queue) or options.get("routing_key") or "")
 
 
+def _checked_request_id(request_id: object) -> str:
+    if isinstance(request_id, str) and 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
+        return request_id
+    raise PolicyError(
+        f"request_id is {request_id!r}; give text of 1 to {MAX_REQUEST_ID_LENGTH} characters"
+    )
+
+
+def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
+    expected = task_id_of(owner, request_id)
+    if task_id != expected:
+        raise PolicyError(
+            f"request id {request_id!r} stands for task {expected}, and the task's id is "
+            f"{task_id!r}; give one of the two, and none to the steps of a canvas, whose ids "
+            "Celery makes"
+        )
+
+
 def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``app.send_task`` so that ``request_id=`` fixes the task id.
 
     The id must be known before Celery makes its own, since the result it returns is built from
-    that; everything else is Celery's.
+    that; everything else is Celery's. What is wrong with the request is for the gate to say: it
+    knows whether the publication follows a task that must not fail for it.
     """
 
     def send(name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         request_id = options.get("request_id")
-        policy = None if request_id is None else policy_of(budget.app, name)
-        if policy is not None:
-            if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
-                raise PolicyError(
-                    f"request_id is {request_id!r}; give text of 1 to "
-                    f"{MAX_REQUEST_ID_LENGTH} characters"
-                )
-            evaluation = policy.evaluate(
-                name, signature_of(budget.app.tasks[name]), tuple(args or ()), kwargs or {}
-            )
-            task_id = task_id_of(evaluation.budget, request_id)
-            if options.get("task_id") not in (None, task_id):
-                raise PolicyError(
-                    f"request id {request_id!r} stands for task {task_id}, and task_id is "
-                    f"{options['task_id']!r}; give one of the two"
-                )
-            options["task_id"] = task_id
+        if request_id is not None and options.get("task_id") is None:
+            policy = policy_of(budget.app, name)
+            if policy is not None:
+                with suppress(BudgetError):
+                    signature = signature_of(budget.app.tasks[name])
+                    evaluation = policy.evaluate(name, signature, tuple(args or ()), kwargs or {})
+                    options["task_id"] = task_id_of(
+                        evaluation.budget, _checked_request_id(request_id)
+                    )
         return send_task(name, args, kwargs, *rest, **options)
 
     return send

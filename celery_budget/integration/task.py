@@ -8,17 +8,27 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from celery import Celery, Task
-from celery._state import _get_active_apps, connect_on_app_finalize, get_current_app
+from celery._state import (
+    _get_active_apps,
+    _set_current_app,
+    _tls,
+    connect_on_app_finalize,
+    get_current_app,
+)
 from celery.local import PromiseProxy, Proxy
 
 from celery_budget.core.policies import BudgetPolicy
 from celery_budget.errors import PolicyError
+from celery_budget.integration.context import installed_on
 from celery_budget.integration.execution import execute
 
 __all__ = ["BudgetedTask", "budgeted", "policy_of", "signature_of", "upgrade_marked"]
 
 #: Where a function carries the policy of the task that is made of it.
 MARK = "__budget_policy__"
+#: Where it carries those of tasks that had been made of it, by their names: Celery makes the same
+#: tasks in other applications.
+MARKS = "__budget_policies__"
 
 
 class BudgetedTask(Task):
@@ -27,7 +37,9 @@ class BudgetedTask(Task):
     Set ``budget`` and ``estimate``, and if you like ``stage`` and ``estimate_version``, as class
     attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to
     :func:`budgeted`. Its message is reserved before it is dispatched, its attempt is claimed
-    before its body runs, and what it used is settled before anything follows from it.
+    before its body runs, and what it used is settled before anything follows from it. A subclass
+    with a ``__call__`` of its own has to call this one. Without ``budget`` and ``estimate`` it is
+    an ordinary task.
     """
 
     abstract = True
@@ -54,9 +66,23 @@ class BudgetedTask(Task):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        following = super().__call__
         if self.request.called_directly:
-            return super().__call__(*args, **kwargs)
-        return execute(self, args, kwargs)
+            return following(*args, **kwargs)
+        # Celery's own would hide the request under a new one; its tracer passes it over, too.
+        body = self.run if following.__func__ is Task.__call__ else following
+        if type(self).budget_policy is None:
+            return body(*args, **kwargs)
+        return execute(self, body, args, kwargs)
+
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Publish a message of this task; see :meth:`celery.app.task.Task.apply_async`.
+
+        :raises NotInstalled: where its application has no gate that could reserve it.
+        """
+        if type(self).budget_policy is not None:
+            installed_on(self.app)
+        return super().apply_async(*args, **kwargs)
 
 
 def _plain(value: Any) -> Any:
@@ -96,7 +122,7 @@ def budgeted(
             _upgrade_later(target, policy)
             return target
         if isinstance(target, Task):
-            _upgrade(target, policy)
+            _upgrade_made(target, policy)
             return target
         if not callable(target):
             raise PolicyError(f"@budgeted is for functions and tasks, not for {target!r}")
@@ -124,11 +150,15 @@ class BudgetedFunction:
         setattr(function, MARK, policy)
         self._function = function
         self._options = options
-        # Celery looks at the signature of an object's __call__.
+        # Celery takes an object's signature from its __call__, and the name in what it says of
+        # wrong arguments from its class.
         self.__dict__["__call__"] = function
+        self.__class__ = type(function.__name__, (BudgetedFunction,), {})
         BudgetedFunction.made.append(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._options.get("bind"):
+            return self.task_in(get_current_app())(*args, **kwargs)
         return self._function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -155,9 +185,8 @@ class BudgetedFunction:
         policy: BudgetPolicy = getattr(self, MARK)
         # Not shared with other applications: in one of them a decorator may have made, or be
         # about to make, a task of this function with options of its own.
-        task = app.task(base=BudgetedTask, lazy=False, shared=False, **self._options)(
-            self._function
-        )
+        options = {"base": BudgetedTask, **self._options, "lazy": False, "shared": False}
+        task = app.task(**options)(self._function)
         _upgrade(task, policy)
         return task
 
@@ -204,22 +233,40 @@ def upgrade_marked(app: Celery) -> None:
 
 
 def _upgrade_if_marked(task: Any) -> None:
-    policy = getattr(_function_of(task), MARK, None)
+    function = _function_of(task)
+    policy = getattr(function, MARKS, {}).get(task.name) or getattr(function, MARK, None)
     if policy is not None:
         _upgrade(task, policy)
 
 
 def _upgrade(task: Any, policy: BudgetPolicy) -> None:
-    """Turn an existing task into a budgeted one, in place: it may be referred to already."""
+    """Turn an existing task into a budgeted one, in place: it may be referred to already.
+
+    What it had from its own classes stays, beneath :class:`BudgetedTask`: a ``__call__`` or an
+    ``apply_async`` of theirs must not pass by claim or gate.
+    """
     cls = type(task)
     if cls.__dict__.get("budget_policy") is policy:
         return
-    bases = (cls,) if issubclass(cls, BudgetedTask) else (cls, BudgetedTask)
-    task.__class__ = type(
-        cls.__name__, bases, {"budget_policy": policy, "__module__": cls.__module__}
-    )
+    attributes: dict[str, Any] = {"budget_policy": policy, "__module__": cls.__module__}
+    if issubclass(cls, BudgetedTask):
+        bases: tuple[type, ...] = (cls,)
+    else:
+        bases = (BudgetedTask, cls)
+        if cls.Request is not Task.Request:
+            attributes["Request"] = cls.Request
+    task.__class__ = type(cls.__name__, bases, attributes)
     # Celery may have built its tracer around the class before.
     task.__trace__ = None
+
+
+def _upgrade_made(task: Any, policy: BudgetPolicy) -> None:
+    """Upgrade a task that Celery's decorator has made, and mark its function for the others."""
+    _upgrade(task, policy)
+    function = _function_of(task)
+    if function is not None:
+        marks = getattr(function, MARKS, {})
+        setattr(function, MARKS, {**marks, task.name: policy})
 
 
 def _upgrade_later(proxy: Any, policy: BudgetPolicy) -> None:
@@ -229,23 +276,23 @@ def _upgrade_later(proxy: Any, policy: BudgetPolicy) -> None:
     its task in whatever application is current.
     """
     if issubclass(type(proxy), PromiseProxy):
-        proxy.__then__(lambda: _upgrade(proxy._get_current_object(), policy))
+        proxy.__then__(lambda: _upgrade_made(proxy._get_current_object(), policy))
         return
 
     def upgrade_in(app: Celery) -> None:
-        previous = get_current_app()
+        current = _tls.current_app
         app.set_current()
         try:
             _upgrade(proxy._get_current_object(), policy)
         finally:
-            previous.set_current()
+            _set_current_app(current)
 
     def upgrade_when_final(app: Celery) -> None:
         # The order among these callbacks is not fixed; after all of them the task is there.
         app.on_after_finalize.connect(lambda **_: upgrade_in(app), weak=False)
 
     connect_on_app_finalize(upgrade_when_final)
-    for app in _get_active_apps():
+    for app in list(_get_active_apps()):
         if app.finalized:
             upgrade_in(app)
 

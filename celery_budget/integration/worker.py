@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import Celery, bootsteps, signals
 from celery.worker import state
@@ -137,15 +138,17 @@ class BudgetRequest(Request):
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:
-        """Have a late-acknowledged task whose process died run again, without a result.
+        """Have a task whose process died run again, or give its outcome again, without a result.
 
-        The ledger publishes its message again, whatever the transport does with the one that the
-        worker has; the attempts are bounded by ``budget_max_deliveries``. Everything else is
-        Celery's.
+        It runs again where it is acknowledged late, at most ``budget_max_deliveries`` times. The
+        message comes from the ledger, whatever the transport does with the one that the worker
+        has. Everything else is Celery's.
         """
         error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
         if isinstance(error, WorkerLostError):
-            if self._worker_lost(may_rerun=True) == "waiting":
+            if self._worker_lost(may_rerun=True):
                 state.task_ready(self)
                 self.acknowledge()
                 return None
@@ -154,11 +157,9 @@ class BudgetRequest(Request):
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     @_safe
-    def _worker_lost(self, may_rerun: bool) -> str | None:
+    def _worker_lost(self, may_rerun: bool) -> bool:
         budget = find_installed(self.app)
-        if budget is None:
-            return None
-        return settlement.worker_lost(
+        return budget is not None and settlement.worker_lost(
             budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun
         )
 

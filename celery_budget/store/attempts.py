@@ -34,6 +34,7 @@ from celery_budget.store.reservations import finish, lines_of, lock
 from celery_budget.store.schema import attempts, now_us, reservations
 
 __all__ = [
+    "REPLAY_LEASES",
     "Delivery",
     "OpenAttempt",
     "abandon",
@@ -41,12 +42,19 @@ __all__ = [
     "close",
     "end",
     "lapsed",
+    "open_of",
     "owned",
     "renew",
     "republish_ended",
-    "running",
     "write_retry",
 ]
+
+
+#: A replay may take this many leases before the message is published once more.
+REPLAY_LEASES = 2
+
+#: Who holds the lease of an ended attempt that waits for a worker to give its outcome again.
+NOBODY = uuid.UUID(int=0)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,10 @@ def claim(
             current.attempt, claim_id, StoredOutcome(str(current.outcome), current.payload)
         )
     if row.state in CLAIMABLE and delivery.retries == row.retries:
+        if parked.parked_of(connection, root, reservation_id) is not None:
+            # The broker's own redelivery: what it would need is not held yet. It is published
+            # again when it fits.
+            return Closed(str(row.state))
         connection.execute(
             attempts.insert().values(
                 root=root,
@@ -126,7 +138,7 @@ def claim(
         return Claimed(row.attempts + 1, claim_id)
     if current is None or current.lease_until_us is None or current.retries != delivery.retries:
         return Running() if row.state == "running" else Closed(str(row.state))
-    if current.ended_us is None or current.alive:
+    if current.ended_us is None or (current.alive and current.boot_id != NOBODY):
         # It runs, or its worker is still busy with what follows; should that worker be gone,
         # recovery publishes the message again when the lease has lapsed.
         return Running()
@@ -193,9 +205,7 @@ def end(
     row = owned(connection, root, reservation_id, attempt, claim_id)
     if row is None:
         return _ended_as(connection, root, reservation_id, attempt, claim_id, outcome)
-    retries = outbox.unblock(connection, root, reservation_id, attempt)
-    if retries is None:
-        retries = parked.successor_of(connection, root, reservation_id, attempt)
+    retries = _successor(connection, root, reservation_id, attempt)
     if retries is not None:
         _update(connection, root, reservation_id, state="waiting", retries=retries, deliveries=0)
         _end_attempt(connection, root, reservation_id, attempt, outcome, is_open=False)
@@ -204,9 +214,8 @@ def end(
         _update(connection, root, reservation_id, state="waiting")
         _end_attempt(connection, root, reservation_id, attempt, outcome, is_open=False)
     else:
-        unmetered = outcome.kind == "returned" and not usage.recorded(
-            connection, root, reservation_id, attempt
-        )
+        recorded = usage.recorded(connection, root, reservation_id, attempt)
+        unmetered = outcome.kind == "returned" and recorded is None
         charges = {
             line.line: line.used + (line.estimate if unmetered else 0)
             for line in lines_of(connection, root, reservation_id)
@@ -215,6 +224,21 @@ def end(
         _end_attempt(connection, root, reservation_id, attempt, outcome, is_open=True)
         return "settled"
     return "waiting"
+
+
+def _successor(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
+) -> int | None:
+    """Let what was written to follow ``attempt`` take its place; its retries, none without one.
+
+    The message of the attempt itself goes, be its successor in the outbox or parked.
+    """
+    retries = outbox.unblock(connection, root, reservation_id, attempt)
+    if retries is None:
+        retries = parked.successor_of(connection, root, reservation_id, attempt)
+        if retries is not None:
+            outbox.drop(connection, root, reservation_id)
+    return retries
 
 
 def _ended_as(
@@ -275,7 +299,8 @@ def close(
 ) -> bool:
     """Close an attempt that has ended: erase its payload, drop the reservation's messages.
 
-    From here on a duplicate of its message does nothing. False where the fence is gone.
+    From here on a duplicate of its message does nothing. False where the fence is gone or the
+    attempt is closed already.
     """
     row = lock(connection, root, reservation_id)
     closed = connection.execute(
@@ -284,6 +309,7 @@ def close(
             _key(root, reservation_id, attempt),
             attempts.c.claim_id == claim_id,
             attempts.c.ended_us.is_not(None),
+            attempts.c.lease_until_us.is_not(None),
         )
         .values(lease_until_us=None, payload=None)
     ).rowcount
@@ -358,17 +384,16 @@ class OpenAttempt:
     deliveries: int
 
 
-def running(
+def open_of(
     connection: Connection, root: str, task_id: str, boot_id: uuid.UUID
 ) -> OpenAttempt | None:
-    """Return the running attempt of a task that this worker claimed; none where it has none."""
+    """Return the open attempt of a task that this worker claimed; none where it has none."""
     row = connection.execute(
         _select_open().where(
             attempts.c.root == root,
             reservations.c.task_id == task_id,
-            reservations.c.state == "running",
             attempts.c.boot_id == boot_id,
-            attempts.c.ended_us.is_(None),
+            attempts.c.lease_until_us.is_not(None),
         )
     ).first()
     return None if row is None else OpenAttempt(**row._mapping)
@@ -408,10 +433,19 @@ def _select_open() -> sa.Select[Any]:
     )
 
 
-def republish_ended(connection: Connection, root: str, seen: OpenAttempt, wait_us: int) -> bool:
+def republish_ended(
+    connection: Connection,
+    root: str,
+    seen: OpenAttempt,
+    wait_us: int,
+    *,
+    only_lapsed: bool = True,
+) -> bool:
     """Publish an ended attempt's message again and give its replay ``wait_us``.
 
-    Locks its reservation; false where it was closed, replayed or renewed since it was ``seen``.
+    The lease is nobody's from here on, so that the first delivery gets it; a worker that was only
+    slow may still close. Locks the reservation; false where the attempt was closed, replayed or
+    (unless its process is known to be gone) renewed since it was ``seen``.
     """
     lock(connection, root, seen.reservation_id)
     extended = connection.execute(
@@ -419,9 +453,10 @@ def republish_ended(connection: Connection, root: str, seen: OpenAttempt, wait_u
         .where(
             _key(root, seen.reservation_id, seen.attempt),
             attempts.c.claim_id == seen.claim_id,
-            attempts.c.lease_until_us <= now_us(),
+            attempts.c.lease_until_us.is_not(None),
+            attempts.c.lease_until_us <= now_us() if only_lapsed else sa.true(),
         )
-        .values(lease_until_us=now_us() + wait_us, replays=attempts.c.replays + 1)
+        .values(boot_id=NOBODY, lease_until_us=now_us() + wait_us, replays=attempts.c.replays + 1)
     ).rowcount
     if extended:
         outbox.make_due(connection, root, seen.reservation_id, seen.retries)
@@ -446,7 +481,8 @@ def abandon(
     balances.
 
     :param again: have it run again: the reservation waits, what this attempt recorded stays
-        recorded. Otherwise it is lost: charged the greater of recorded and estimated, and flagged.
+        recorded. Otherwise it is lost and flagged: the greater of recorded and estimated is charged
+        on top of what earlier attempts used.
     :param park_us: how long it may wait where it does not fit again on top of what it used.
     :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
         with it, charged like a lost one unless something was recorded.
@@ -466,9 +502,7 @@ def abandon(
     uncertain = Outcome(ready or "uncertain")
     _end_attempt(connection, root, reservation_id, attempt, uncertain, is_open=False)
     if again and ready is None:
-        retries = outbox.unblock(connection, root, reservation_id, attempt)
-        if retries is None:
-            retries = parked.successor_of(connection, root, reservation_id, attempt)
+        retries = _successor(connection, root, reservation_id, attempt)
         if retries is not None:
             # A retry that the attempt had written already takes over.
             _update(
@@ -484,10 +518,11 @@ def abandon(
             return "waiting"
     recorded = usage.recorded(connection, root, reservation_id, attempt)
     state = "settled" if ready else "lost"
+    missing = ready is None or recorded is None
     charges = {
-        line.line: (line.used if ready and recorded else max(line.used, line.estimate))
+        line.line: line.used + (max(0, line.estimate - (recorded or 0)) if missing else 0)
         for line in lines_of(connection, root, reservation_id)
     }
-    finish(connection, root, row, state, charges, unmetered=not recorded)
+    finish(connection, root, row, state, charges, unmetered=recorded is None)
     outbox.drop(connection, root, reservation_id)
     return state

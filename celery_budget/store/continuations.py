@@ -57,7 +57,7 @@ def next_attempt(
     running: bool,
     park_us: int,
 ) -> Reserved | Parked:
-    """Hold what the next attempt needs and write its message, or park both.
+    """Hold what the next attempt needs and write its message, or park both; parked, it stays so.
 
     The caller holds the reservation's row. Locks its balances in order, then its outbox row.
 
@@ -66,6 +66,10 @@ def next_attempt(
     :param running: whether that one still runs: the message is blocked until it ends.
     """
     reservation_id = request.reservation_id
+    parked_id = parked.parked_of(connection, request.root, reservation_id)
+    if parked_id is not None:
+        # A repeat after a lost answer.
+        return Parked(parked_id)
     if _raise_holds(connection, request):
         _write_next(connection, request, message, after_attempt, running)
         return Reserved(reservation_id)
@@ -103,7 +107,7 @@ def _write_next(
 
 def _raise_holds(connection: Connection, request: ReserveRequest) -> bool:
     """Make each line hold its estimate on top of what was used; all or none, false for none."""
-    raised: list[sa.Row[Any]] = []
+    raised: list[tuple[sa.Row[Any], int]] = []
     amounts = {line.budget: line.amount for line in request.lines}
     for line in lines_of(connection, request.root, request.reservation_id):
         estimate = amounts.get(line.budget, line.estimate)
@@ -117,18 +121,18 @@ def _raise_holds(connection: Connection, request: ReserveRequest) -> bool:
             estimate=estimate,
         )
         if not fits:
-            for before in raised:
-                now_held = before._replace(reserved=before.used + amounts[before.budget])
+            for before, held in raised:
                 hold(
                     connection,
                     request.root,
-                    now_held,
+                    before,
                     before.reserved,
                     within_limit=False,
                     estimate=before.estimate,
+                    held=held,
                 )
             return False
-        raised.append(line)
+        raised.append((line, target))
     return True
 
 
@@ -205,9 +209,10 @@ def give_up(
     Locks as :func:`try_parked`. False while the attempt it follows still runs.
     """
     held = None if reservation_id is None else lock(connection, root, reservation_id)
-    if held is not None and held.state == "running":
-        return False
     if parked.lock_parked(connection, root, parked_id) is None:
+        return False
+    if held is not None and held.state == "running":
+        parked.touch(connection, root, parked_id)
         return False
     parked.unpark(connection, root, parked_id)
     if reservation_id is not None:

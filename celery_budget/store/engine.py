@@ -48,7 +48,7 @@ class Store:
     """
 
     def __init__(self, url: str, lock_seconds: float = 5.0) -> None:
-        self._lock_ms = int(lock_seconds * 1000)
+        self._lock_ms = max(1, int(lock_seconds * 1000))
         self._engine = _create_engine(url, self._lock_ms)
         self._autocommit = (
             self._engine.execution_options(isolation_level="AUTOCOMMIT")
@@ -213,13 +213,14 @@ def _translate(error: exc.DBAPIError) -> StoreError | SchemaError:
 
     Retryable are: a connection lost or refused, a lock not had in time, a deadlock, a
     serialization failure, a server that shuts down or starts up. All of them are the driver's
-    OperationalError, and of an OperationalError only a missing table is not.
+    OperationalError, and of an OperationalError only a missing table or column is not.
     """
     said = str(error.orig).strip().splitlines()
     message = said[0] if said else type(error.orig).__name__
     state = getattr(error.orig, "sqlstate", None)
     # 42P01 undefined_table, 42883 undefined_function, 42703 undefined_column
-    if state in ("42P01", "42883", "42703") or "no such table" in message:
+    absent = ("no such table", "no such column", "has no column named")
+    if state in ("42P01", "42883", "42703") or any(words in message for words in absent):
         return SchemaError(
             f"the ledger's tables are missing or of another version ({message}); "
             "run 'celery -A PROJ budget init'"

@@ -11,6 +11,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import CLAIMABLE
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import attempts, now_us, outbox, reservations
 
@@ -37,6 +38,7 @@ class Due:
     """A message a relay has taken.
 
     :ivar expired: whether its ``expires`` has passed by the database's clock.
+    :ivar started: whether its reservation runs or has ended: it is a duplicate, or to be replayed.
     :ivar failures: how often publishing it failed before.
     """
 
@@ -44,6 +46,7 @@ class Due:
     reservation_id: uuid.UUID | None
     message: WireMessage
     expired: bool
+    started: bool
     failures: int
     publishes: int
 
@@ -91,23 +94,28 @@ def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> li
     Locks those rows and skips what another relay is taking. A relay that dies gives them back
     when the time is over: the message may then be published twice, and is claimed once.
     """
+    started = sa.exists().where(
+        reservations.c.root == outbox.c.root,
+        reservations.c.reservation_id == outbox.c.reservation_id,
+        reservations.c.state.not_in(CLAIMABLE),
+    )
     due = (
-        sa.select(outbox.c.outbox_id)
+        sa.select(outbox.c.outbox_id, started.label("started"))
         .where(outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= now_us())
         .order_by(outbox.c.due_us, outbox.c.outbox_id)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
-    ids = connection.execute(due).scalars().all()
-    if not ids:
+    taken = {row.outbox_id: row for row in connection.execute(due)}
+    if not taken:
         return []
     rows = connection.execute(
         outbox.update()
-        .where(outbox.c.root == root, outbox.c.outbox_id.in_(ids))
+        .where(outbox.c.root == root, outbox.c.outbox_id.in_(list(taken)))
         .values(due_us=now_us() + hold_us)
         .returning(outbox, (outbox.c.expires_us <= now_us()).label("expired"))
     ).all()
-    order = {outbox_id: number for number, outbox_id in enumerate(ids)}
+    order = {outbox_id: number for number, outbox_id in enumerate(taken)}
     return [
         Due(
             row.outbox_id,
@@ -122,6 +130,7 @@ def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> li
                 row.expires_us,
             ),
             bool(row.expired),
+            bool(taken[row.outbox_id].started),
             row.failures,
             row.publishes,
         )

@@ -20,6 +20,7 @@ __all__ = [
     "lock_parked",
     "message_of",
     "park",
+    "parked_of",
     "request_of",
     "successor_of",
     "touch",
@@ -136,6 +137,18 @@ def successor_of(
             parked.c.root == root,
             parked.c.reservation_id == reservation_id,
             parked.c.after_attempt == attempt,
+        )
+    ).scalar()
+
+
+def parked_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> uuid.UUID | None:
+    """Return the parked row that holds a reservation's next attempt; none where it is not parked.
+
+    The caller holds the reservation's row.
+    """
+    return connection.execute(
+        sa.select(parked.c.parked_id).where(
+            parked.c.root == root, parked.c.reservation_id == reservation_id
         )
     ).scalar()
 

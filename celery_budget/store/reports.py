@@ -46,7 +46,7 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
         sa.select(reservations.c.state, sa.func.count())
         .where(reservations.c.root == root)
         .group_by(reservations.c.state)
-    ).tuples()
+    )
     flags = connection.execute(
         sa.select(
             _sum(sa.cast(reservations.c.over, sa.Integer)).label("over"),
@@ -219,7 +219,7 @@ def open_work(connection: Connection, root: str) -> dict[str, int]:
         sa.select(reservations.c.state, sa.func.count())
         .where(reservations.c.root == root, reservations.c.ended_us.is_(None))
         .group_by(reservations.c.state)
-    ).tuples()
+    )
     found = {state: int(count) for state, count in states}
     unclosed = connection.execute(
         sa.select(sa.func.count())

@@ -294,12 +294,16 @@ def hold(
     *,
     within_limit: bool,
     estimate: int | None = None,
+    held: int | None = None,
 ) -> bool:
     """Make ``amount`` what a line holds; false, and nothing changed, where it does not fit.
 
     The caller holds the reservation's row; locks the line's balance.
+
+    :param held: what it holds now, where ``line`` was read before that changed.
     """
-    if not move(connection, root, line, amount - line.reserved, 0, within_limit):
+    held = line.reserved if held is None else held
+    if not move(connection, root, line, amount - held, 0, within_limit):
         return False
     connection.execute(
         lines.update()

@@ -85,15 +85,16 @@ def record(
     return True
 
 
-def recorded(connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int) -> bool:
-    """Tell whether an attempt has recorded anything, be it 0."""
-    found = connection.execute(
-        sa.select(usage.c.key)
-        .where(
+def recorded(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
+) -> int | None:
+    """Return what an attempt has recorded, be it 0; none where it recorded nothing."""
+    total = connection.execute(
+        sa.select(sa.func.sum(usage.c.amount)).where(
             usage.c.root == root,
             usage.c.reservation_id == reservation_id,
             usage.c.attempt == attempt,
         )
-        .limit(1)
-    )
-    return found.first() is not None
+    ).scalar()
+    # PostgreSQL sums bigint as numeric.
+    return None if total is None else int(total)

@@ -148,7 +148,7 @@ class RabbitServer(_Broker, Service):
 
     def close_connections(self, reason: str = "closed by the tests") -> None:
         """Cut every client's connection from the server's side."""
-        self.control("close_all_connections", reason)
+        self.control("close_all_connections", "--global", reason)
 
     def control(self, *arguments: str) -> str:
         """Run rabbitmqctl against this node and return what it printed."""

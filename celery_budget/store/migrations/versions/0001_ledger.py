@@ -22,7 +22,7 @@ def upgrade() -> None:
         sa.Column("created_us", sa.BigInteger, nullable=False),
         sa.Column("updated_us", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
-        sa.CheckConstraint("limit_amount >= 0", name="ck_budget_budgets_limit"),
+        sa.CheckConstraint("limit_amount >= 0", name=op.f("ck_budget_budgets_limit")),
     )
     op.create_table(
         "budget_balances",
@@ -33,8 +33,8 @@ def upgrade() -> None:
         sa.Column("reserved", sa.BigInteger, nullable=False),
         sa.Column("spent", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("root", "budget", "window_us", "stripe", name="pk_budget_balances"),
-        sa.CheckConstraint("reserved >= 0", name="ck_budget_balances_reserved"),
-        sa.CheckConstraint("spent >= 0", name="ck_budget_balances_spent"),
+        sa.CheckConstraint("reserved >= 0", name=op.f("ck_budget_balances_reserved")),
+        sa.CheckConstraint("spent >= 0", name=op.f("ck_budget_balances_spent")),
     )
     op.create_table(
         "budget_reservations",
@@ -92,7 +92,7 @@ def upgrade() -> None:
         sa.Column("settled", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("root", "reservation_id", "line", name="pk_budget_lines"),
         sa.CheckConstraint(
-            "reserved >= 0 AND used >= 0 AND settled >= 0", name="ck_budget_lines_amounts"
+            "reserved >= 0 AND used >= 0 AND settled >= 0", name=op.f("ck_budget_lines_amounts")
         ),
     )
     _index("ix_budget_lines_balance", "budget_lines", ["root", "budget", "window_us", "stripe"])
@@ -130,7 +130,7 @@ def upgrade() -> None:
         sa.Column("late", sa.Boolean, nullable=False),
         sa.Column("recorded_us", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_usage"),
-        sa.CheckConstraint("amount >= 0", name="ck_budget_usage_amount"),
+        sa.CheckConstraint("amount >= 0", name=op.f("ck_budget_usage_amount")),
     )
     op.create_table(
         "budget_outbox",

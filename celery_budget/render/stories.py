@@ -1,0 +1,133 @@
+"""The life of one request for people: facts, amounts, and what happened when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from celery_budget.reconcile import Story
+from celery_budget.render.tables import MEANING
+from celery_budget.render.text import literal, moment, number, table_of
+
+__all__ = ["stories_view"]
+
+Row = dict[str, Any]
+
+_FLAGS = ("over", "unmetered", "unreserved")
+
+#: What comes first of events at the same moment: a store's clock may be coarse.
+_ADMITTED, _SENT, _STARTED, _USED, _RETURNED, _ENDED, _LATE = range(7)
+
+
+class _Event(NamedTuple):
+    at_us: int
+    rank: int
+    what: str
+
+
+def stories_view(stories: Sequence[Story]) -> RenderableType:
+    """The life of each request, an empty line between two."""
+    parts: list[RenderableType] = []
+    for story in stories:
+        parts += [*([Text()] if parts else []), _view(story)]
+    return Group(*parts)
+
+
+def _view(story: Story) -> RenderableType:
+    parts: list[RenderableType] = [_facts(story.reservation)]
+    if story.lines:
+        parts += [Text(), _amounts(story.lines)]
+    events = sorted(_events(story), key=lambda event: event[:2])
+    if events:
+        rows = [(moment(event.at_us), literal(event.what)) for event in events]
+        parts += [Text(), table_of(["when", "what"], rows, numbers=["when"])]
+    return Group(*parts)
+
+
+def _facts(told: Row) -> RenderableType:
+    """What does not change, the state, and what the request waits for."""
+    task, task_id, reason = told["task_name"], told.get("task_id"), told.get("reason")
+    facts: dict[str, str | None] = {
+        "task": f"{task}[{task_id}]" if task_id else task,
+        "state": f"{told['state']}: {reason}" if reason else told["state"],
+        "owner": told["owner"],
+        "request": told.get("request_id"),
+        "reservation": told.get("reservation_id"),
+        "parent": told.get("parent_id"),
+        "stage": told.get("stage"),
+    }
+    if "estimator" in told:
+        facts["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
+    facts["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
+    for parked in told.get("parked") or ([told] if told["state"] == "parked" else []):
+        facts["waits"] = (
+            f"for budget since {moment(parked['created_us'])}, "
+            f"given up at {moment(parked['deadline_us'])}"
+        )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            grid.add_row(name, literal(value))
+    return grid
+
+
+def _amounts(lines: Iterable[Row]) -> RenderableType:
+    columns = ("estimate", "reserved", "used", "settled")
+    rows: list[list[Text | str]] = [
+        [literal(line["budget"]), *(number(line[column]) for column in columns)] for line in lines
+    ]
+    return table_of(["budget", *columns], rows, numbers=columns)
+
+
+def _events(story: Story) -> Iterator[_Event]:
+    told = story.reservation
+    if "reservation_id" in told:
+        yield _Event(told["created_us"], _ADMITTED, "admitted")
+        if told["ended_us"] is not None:
+            # One transaction ends the request and its attempt, and the clock moves in it.
+            ends = [attempt["ended_us"] or 0 for attempt in story.attempts]
+            yield _Event(max(told["ended_us"], *ends, 0), _ENDED, told["state"])
+    for message in story.messages:
+        yield _message_event(message)
+    for attempt in story.attempts:
+        yield from _attempt_events(attempt)
+    for record in story.usage:
+        what = f"attempt {record['attempt']} used {number(record['amount'])} ({record['key']})"
+        if record["late"]:
+            yield _Event(record["recorded_us"], _LATE, f"{what}, after the request had ended")
+        else:
+            yield _Event(record["recorded_us"], _USED, what)
+
+
+def _message_event(message: Row) -> _Event:
+    at_us = message["created_us"]
+    if message["published_us"] is not None:
+        at_us = message["published_us"]
+        what = f"published to {message['queue'] or 'its exchange'}"
+        if message["publishes"] > 1:
+            what += f", {number(message['publishes'])} times so far"
+    elif message["state"] == "blocked":
+        what = f"message held back until attempt {message['after_attempt']} ends"
+    else:
+        what = f"message due at {moment(message['due_us'])}"
+    if message["last_error"]:
+        what += f"; publishing failed, last with: {message['last_error']}"
+    return _Event(at_us, _SENT, what)
+
+
+def _attempt_events(attempt: Row) -> Iterator[_Event]:
+    name, lease_us = f"attempt {attempt['attempt']}", attempt["lease_until_us"]
+    started = f"{name} started on {attempt['worker']}"
+    if attempt["ended_us"] is None:
+        held = "" if lease_us is None else f", lease until {moment(lease_us)}"
+        yield _Event(attempt["started_us"], _STARTED, started + held)
+    else:
+        yield _Event(attempt["started_us"], _STARTED, started)
+        left = "" if lease_us is None else ", not closed yet"
+        yield _Event(attempt["ended_us"], _RETURNED, f"{name} {attempt['outcome']}{left}")

@@ -1,0 +1,173 @@
+"""Balances and reports for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from celery_budget.core.budgets import Balance
+from celery_budget.reconcile import Drift, Reconciliation, Report
+from celery_budget.render.text import literal, number, table_of
+
+__all__ = [
+    "DRIFT_HIGH",
+    "DRIFT_LOW",
+    "MEANING",
+    "balances_table",
+    "counts_table",
+    "drift_table",
+    "report_view",
+    "verdict",
+]
+
+#: Actual over estimated: above and below these the estimator is marked.
+DRIFT_HIGH = 1.5
+DRIFT_LOW = 0.5
+
+_AMOUNTS = ("limit", "reserved", "spent", "available")
+_COMPARED = ("requests", "estimated", "actual", "ratio")
+
+_BAD = "bold red"
+_GOOD = "green"
+
+#: What the counts of a report count, and what the flags of a request mean.
+MEANING = {
+    "admitted": "requests that reserved budget",
+    "refused": "turned away, nothing reserved",
+    "parked": "waiting for budget",
+    "reserved": "message not published yet",
+    "published": "at the broker, not started",
+    "running": "an attempt runs",
+    "waiting": "between two attempts",
+    "settled": "ran and were charged",
+    "released": "never ran, nothing charged",
+    "lost": "ran, outcome unknown, charged",
+    "over": "used more than estimated",
+    "unmetered": "returned without recording usage; charged the estimate",
+    "unreserved": "reached a worker without a reservation",
+}
+
+#: Open work that is no request, in the singular.
+_OPEN = {"unclosed": "attempt not closed", "due": "message due"}
+
+
+def _titled(title: str, body: RenderableType) -> Group:
+    return Group(Text(title, "bold"), body, Text())
+
+
+def balances_table(balances: Sequence[Balance]) -> RenderableType:
+    """One row for each budget; marked where more was used than its limit allows."""
+    if not balances:
+        return Text(
+            "There are no budgets yet; create one with "
+            "'celery -A PROJ budget set NAME --limit N --unit UNIT'."
+        )
+    return table_of(
+        ["budget", "unit", *_AMOUNTS, ""], map(_balance_row, balances), numbers=_AMOUNTS
+    )
+
+
+def _balance_row(balance: Balance) -> list[Text | str]:
+    over = balance.available is not None and balance.available < 0
+    return [
+        literal(balance.budget),
+        literal(balance.unit),
+        number(balance.limit),
+        number(balance.reserved),
+        number(balance.spent),
+        Text(number(balance.available), _BAD if over else ""),
+        Text("overcommitted" if over else "", _BAD),
+    ]
+
+
+def counts_table(counts: dict[str, int]) -> RenderableType:
+    """How many requests there are, by what became of them, and what that means."""
+    rows = [
+        (literal(name), number(count), Text(MEANING.get(name, ""), "dim"))
+        for name, count in counts.items()
+    ]
+    return table_of(["requests", "number", ""], rows, numbers=["number"])
+
+
+def drift_table(drifts: Sequence[Drift]) -> RenderableType:
+    """What estimators promised against what was charged; marked where they are far apart."""
+    if not drifts:
+        return Text("Nothing has been settled yet.")
+    return table_of(
+        ["stage", "estimator", "version", *_COMPARED, ""],
+        map(_drift_row, drifts),
+        numbers=_COMPARED,
+    )
+
+
+def _drift_row(drift: Drift) -> list[Text | str]:
+    mark = _drift_mark(drift)
+    return [
+        literal(drift.stage),
+        literal(drift.estimator),
+        literal(drift.version),
+        number(drift.requests),
+        number(drift.estimated),
+        number(drift.actual),
+        Text("-" if drift.ratio is None else f"{drift.ratio:.2f}", "yellow" if mark else ""),
+        Text(mark, "yellow"),
+    ]
+
+
+def _drift_mark(drift: Drift) -> str:
+    if drift.ratio is None:
+        return "estimated too low" if drift.actual else ""
+    if drift.ratio > DRIFT_HIGH:
+        return "estimated too low"
+    return "estimated too high" if drift.ratio < DRIFT_LOW else ""
+
+
+def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
+    """Whether the ledger adds up, in one line; each mismatch in one more.
+
+    :param requests: how many were admitted.
+    """
+    if reconciliation.ok:
+        return Text(
+            f"the ledger adds up: {number(requests)} {_plural(requests, 'request')}, "
+            f"{_open(reconciliation.open_work)}",
+            _GOOD,
+        )
+    wrong = len(reconciliation.mismatches)
+    return Group(
+        Text(
+            f"the ledger does not add up: {number(wrong)} {_plural(wrong, 'mismatch', 'es')}", _BAD
+        ),
+        *(literal(f"- {mismatch}") for mismatch in reconciliation.mismatches),
+    )
+
+
+def _open(open_work: dict[str, int]) -> str:
+    """What is open: requests by state, in the order of their lives, then the rest."""
+    left = [
+        f"{number(open_work[name])} {_open_name(name, open_work[name])}"
+        for name in sorted(open_work, key=[*MEANING, *_OPEN, *open_work].index)
+        if open_work[name]
+    ]
+    return f"open: {', '.join(left)}" if left else "nothing open"
+
+
+def _open_name(name: str, count: int) -> str:
+    noun, _, rest = _OPEN.get(name, "").partition(" ")
+    return f"{_plural(count, noun)} {rest}" if noun else name
+
+
+def _plural(count: int, noun: str, ending: str = "s") -> str:
+    return noun if count == 1 else noun + ending
+
+
+def report_view(report: Report) -> RenderableType:
+    """Balances, counts, drift and the verdict."""
+    return Group(
+        _titled("Budgets", balances_table(report.balances)),
+        _titled("Requests", counts_table(report.counts)),
+        _titled("Estimated and actual", drift_table(report.drift)),
+        verdict(report.reconciliation, report.counts["admitted"]),
+    )

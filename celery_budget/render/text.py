@@ -1,0 +1,102 @@
+"""The atoms of every table, and a renderable turned into text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timedelta, timezone
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["UNLIMITED", "as_text", "literal", "moment", "number", "table_of"]
+
+UNLIMITED = "unlimited"
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+#: Wider than any line: nothing is wrapped or cut where no terminal sets a width.
+_NO_WIDTH = 100_000
+
+
+def number(amount: int | None) -> str:
+    """Return an amount with thousands separators; none is unlimited."""
+    return UNLIMITED if amount is None else f"{amount:,}"
+
+
+def moment(microseconds: int) -> str:
+    """Return microseconds since the epoch as UTC in ISO 8601; as they are beyond the calendar."""
+    try:
+        when = _EPOCH + timedelta(microseconds=microseconds)
+    except OverflowError:
+        return str(microseconds)
+    return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def literal(value: object, style: str = "") -> Text:
+    """Return ``value`` as it is: no markup, and invisible characters as their escapes."""
+    return Text(
+        "".join(
+            one if one.isprintable() else one.encode("unicode_escape").decode()
+            for one in str(value)
+        ),
+        style,
+        overflow="fold",
+    )
+
+
+def table_of(
+    columns: Sequence[str], rows: Iterable[Sequence[Text | str]], numbers: Collection[str] = ()
+) -> Table:
+    """Return a table; where a terminal is too narrow for it, text is folded and nothing is cut.
+
+    :param columns: the headings; a column without heading or content is left out.
+    :param numbers: columns that are right-aligned and never folded.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table_rows = list(rows)
+    shown = [at for at, name in enumerate(columns) if name or any(row[at] for row in table_rows)]
+    for at in shown:
+        name = columns[at]
+        widest = max([cell_len(str(row[at])) for row in table_rows], default=0)
+        table.add_column(
+            name,
+            justify="right" if name in numbers else "left",
+            overflow="fold",
+            min_width=max(len(name), widest if name in numbers else 0),
+        )
+    for row in table_rows:
+        table.add_row(*(row[at] for at in shown))
+    return table
+
+
+def as_text(
+    renderable: RenderableType,
+    *,
+    width: int | None = None,
+    colour: bool = False,
+    encoding: str = "utf-8",
+) -> str:
+    """Return a renderable as text that ends with a line break.
+
+    :param width: the terminal's columns, where text is folded; none does not fold.
+    :param encoding: of the stream it is for; what that cannot hold is escaped, and lines are
+        drawn in ASCII where it is not a form of UTF.
+    """
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding, errors="backslashreplace", newline="\n")
+    Console(
+        file=stream,
+        width=width or _NO_WIDTH,
+        color_system="auto" if colour else None,
+        force_terminal=colour,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    ).print(renderable, crop=False)
+    stream.flush()
+    text = raw.getvalue().decode(encoding)
+    return text if colour else "".join(f"{line.rstrip()}\n" for line in text.splitlines())
