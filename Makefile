@@ -32,7 +32,7 @@ lint: $(FULL) ## check style, format, types and the import contracts
 bench: $(FULL) ## run the benchmarks (ARGS="..." are passed on)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-docs: $(BIN)/python ## check that links inside README.md and docs/ resolve
+docs: $(BIN)/python ## check that links inside the pages at the root and in docs/ resolve
 	$(BIN)/python docs/check_links.py
 
 clean: ## remove .venv, caches and builds

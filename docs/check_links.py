@@ -1,4 +1,4 @@
-"""Check that relative links in README.md, CHANGELOG.md and docs lead to a file and heading.
+"""Check that relative links in the pages at the root and in docs lead to a file and heading.
 
 Exits 1 and names file, line and target of each link that does not; external links are not followed.
 """
@@ -76,8 +76,7 @@ def problem(page: Path, target: str) -> str | None:
 
 def main() -> int:
     """Check all pages, print what is broken, return the exit code."""
-    pages = [path for path in (ROOT / "README.md", ROOT / "CHANGELOG.md") if path.exists()]
-    pages += sorted((ROOT / "docs").rglob("*.md"))
+    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     links = broken = 0
     for page in pages:
         for number, line in prose(page):

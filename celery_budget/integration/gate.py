@@ -71,7 +71,7 @@ class Gate:
             _check_inline(app, name, message)
             policy = policy_of(app, name)
             if policy is None:
-                if attempt is not None and attempt.called:
+                if attempt is not None and origin == "continuation":
                     return self._follow_unbudgeted(attempt, producer, name, message, options)
                 return self._send(producer, name, message, **options)
             publication = self._publication(
@@ -254,14 +254,15 @@ def _origin(message: Any, attempt: Attempt | None) -> str:
     if attempt is not None and task is not None:
         if attempt.called:
             return "continuation"
-        if _task_id(message) == task.request.id:
-            headers = message.headers
-            nesting = int(headers.get("replaced_task_nesting") or 0)
-            if nesting > int(task.request.replaced_task_nesting or 0):
-                attempt.replaced = True
-                return "continuation"
-            if int(headers.get("retries") or 0) > int(task.request.retries or 0):
-                return "retry"
+        headers = message.headers
+        # Of a chain that takes the task's place only the last step gets the task's id.
+        nesting = int(headers.get("replaced_task_nesting") or 0)
+        if nesting > int(task.request.replaced_task_nesting or 0):
+            attempt.replaced = True
+            return "continuation"
+        retries = int(headers.get("retries") or 0)
+        if _task_id(message) == task.request.id and retries > int(task.request.retries or 0):
+            return "retry"
     # Set while Celery publishes what follows a task that has finished, budgeted or not.
     follows = getattr(celery.app.amqp, "_callback_publish_retry", None)
     return "continuation" if follows is not None and follows.get() else "new"

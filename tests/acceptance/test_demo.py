@@ -1,0 +1,210 @@
+"""The demo as ``make demo`` runs it, on files of the test's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster import eventually
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "run.py"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with texts of both stages, and files that are none."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"code{number}.py").write_text(
+            f"value_of_file_{number} = call_something(1, 2)\n" * (number + 3)
+        )
+    for number in range(3):
+        (folder / f"page{number}.md").write_text(
+            "# A heading\n" + "Some words.\n" * 90 * (number + 1)
+        )
+    (folder / "empty.py").write_text("\n")
+    (folder / "image.png").write_bytes(b"\x89PNG\xff\xfe")
+    return folder
+
+
+class Demo:
+    """Runs of the demo, with temporary folders that the test can look into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *files: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(DEMO), *map(str, files)],
+            cwd=self.folder,
+            env={**os.environ, "TMPDIR": str(self.temporary)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *files: object) -> tuple[int, str, str]:
+        process = self.start(*files)
+        said, complained = process.communicate(timeout=120)
+        return process.returncode, said, complained
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that have this test's folder in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                named = process.environ().get("BUDGET_DEMO_FOLDER", "")
+            except psutil.Error:
+                continue
+            if named.startswith(str(self.temporary)):
+                found.append(process)
+        return found
+
+    def nothing_is_left(self) -> bool:
+        return not self.processes() and not list(self.temporary.iterdir())
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    made = Demo(tmp_path)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    for left in made.processes():
+        left.kill()
+
+
+def tokens(text: str) -> int:
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def actual(path: Path) -> int:
+    """Work out what the task for a file uses."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return sum(tokens(line) for line in text.splitlines() if line.startswith("#"))
+    return tokens(text)
+
+
+def count(said: str, name: str) -> int:
+    """Return the number of a row of the report."""
+    row = re.search(rf"^{name} +([\d,]+)", said, re.MULTILINE)
+    assert row is not None, said
+    return int(row[1].replace(",", ""))
+
+
+def test_the_figures_are_those_of_the_files(demo: Demo, texts: Path) -> None:
+    files = sorted(texts.iterdir())
+    given = [*files, files[0], texts / "missing.py", texts]
+    status, said, complained = demo.run(*given)
+    assert (status, complained) == (0, ""), said
+    skipped = dict(re.findall(r"^skipped (.+): (.+)$", said, re.MULTILINE))
+    assert skipped == {
+        str(texts / "empty.py"): "empty",
+        str(texts / "image.png"): "not UTF-8 text",
+        str(files[0]): "given twice",
+        str(texts / "missing.py"): "No such file or directory",
+        str(texts): "not a file",
+    }
+    refused = re.findall(r"^refused (.+?): ", said, re.MULTILINE)
+    assert "were requested; see" in said
+    work = [path for path in files if path.suffix in (".py", ".md") and path.name != "empty.py"]
+    admitted = [path for path in work if str(path) not in refused]
+    assert refused
+    assert admitted
+    assert (count(said, "admitted"), count(said, "refused")) == (len(admitted), len(refused))
+    assert len(admitted) + len(refused) == len(work) == 8
+    balance = re.search(r"^tenant:demo +tokens +([\d, ]+)$", said, re.MULTILINE)
+    assert balance is not None
+    limit, reserved, spent, available = (int(one.replace(",", "")) for one in balance[1].split())
+    assert spent == sum(map(actual, admitted))
+    assert (reserved, available) == (0, limit - spent)
+    assert f"the ledger adds up: {len(admitted)} requests, nothing open" in said
+    assert demo.nothing_is_left()
+
+
+def test_it_runs_again_and_several_at_once(demo: Demo, texts: Path) -> None:
+    files = sorted(texts.glob("*.py"))
+    for process in [demo.start(*files) for _ in range(2)]:
+        said, complained = process.communicate(timeout=120)
+        assert (process.returncode, complained) == (0, ""), said
+    assert demo.nothing_is_left()
+
+
+def test_without_text_there_is_nothing_to_do(demo: Demo, texts: Path) -> None:
+    status, said, complained = demo.run(texts / "empty.py")
+    assert (status, complained) == (2, "")
+    assert said.endswith("there is no text to work on\n")
+
+
+@pytest.fixture
+def many(texts: Path) -> list[Path]:
+    """Enough files to be interrupted in the middle."""
+    for number in range(60):
+        (texts / f"more{number}.py").write_text("some_function_call(argument)\n" * 10)
+    return sorted(texts.glob("more*"))
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the demo ended without saying {text!r}")
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGINT, " estimated at "),
+        (signal.SIGTERM, " refused before dispatch"),
+        (signal.SIGINT, " done"),
+        (signal.SIGTERM, " done"),
+    ],
+)
+def test_a_signal_leaves_nothing(
+    demo: Demo, many: list[Path], number: signal.Signals, moment: str
+) -> None:
+    process = demo.start(*many)
+    read_until(process, moment)
+    began = time.monotonic()
+    process.send_signal(number)
+    _, complained = process.communicate(timeout=60)
+    assert complained == f"stopped by {number.name}\n"
+    assert process.returncode == 128 + number
+    assert time.monotonic() - began < 30
+    assert demo.nothing_is_left()
+
+
+def test_a_worker_that_dies_fails_the_demo(demo: Demo, many: list[Path]) -> None:
+    process = demo.start(*many)
+    read_until(process, " done")
+    worker = next(
+        one
+        for one in psutil.Process(process.pid).children()
+        if "worker-1@demo" in " ".join(one.cmdline())
+    )
+    worker.kill()
+    _, complained = process.communicate(timeout=60)
+    assert complained.startswith("the demo failed: worker-1 ended with status -9")
+    assert process.returncode == 1
+    eventually(demo.nothing_is_left, seconds=30, what="an end of all processes")

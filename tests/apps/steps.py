@@ -1,0 +1,209 @@
+"""Shared tasks with each way to end or to go on, for the worker of ``tests/integration``.
+
+A worker of ``tests.apps.shop`` gets them by the setting ``imports``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from celery import Task, current_app, group, shared_task
+from celery.exceptions import Ignore, Reject
+
+from celery_budget import BudgetedTask, BudgetExceeded, budgeted, usage
+
+TENANT = "tenant:{tenant}"
+
+
+def note(what: str) -> None:
+    with open(current_app.conf["shop_journal"], "a") as file:
+        file.write(what + "\n")
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.work", acks_late=True)
+def work(value: Any, tenant: str, used: int = 5) -> Any:
+    """Use ``used`` units and give ``value`` on."""
+    usage.record(used)
+    return value
+
+
+@shared_task(name="steps.plain")
+def plain(value: Any) -> Any:
+    return value
+
+
+@shared_task(name="steps.total")
+@budgeted(budget=TENANT, estimate=6)
+def total(values: list[int], tenant: str) -> int:
+    """A chord's body."""
+    usage.record(1)
+    return sum(values)
+
+
+@budgeted(budget=TENANT, estimate=lambda value: value, name="steps.priced")
+def priced(value: Any, tenant: str) -> Any:
+    """The estimate is what the step before has returned."""
+    return value
+
+
+@shared_task(name="steps.keys", base=BudgetedTask, budget=TENANT, estimate=6)
+def keys(tenant: str, records: list[tuple[int, str | None]]) -> list[bool]:
+    """Record each amount under its key."""
+    return [usage.record(amount, key=key) for amount, key in records]
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.unmetered")
+def unmetered(tenant: str) -> None:
+    """Record nothing."""
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.fail", bind=True)
+def fail(self: Any, tenant: str, used: int) -> None:
+    if used:
+        usage.record(used)
+    raise ValueError(self.request.id)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.retried", bind=True, max_retries=5)
+def retried(self: Any, failures: int, tenant: str, used: int = 1, countdown: float = 0) -> int:
+    usage.record(used)
+    if self.request.retries < failures:
+        raise self.retry(countdown=countdown)
+    return int(self.request.retries)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(
+    name="steps.autoretried",
+    bind=True,
+    autoretry_for=(ValueError,),
+    retry_backoff=False,
+    default_retry_delay=0,
+    max_retries=2,
+)
+def autoretried(self: Any, failures: int, tenant: str) -> int:
+    usage.record(1)
+    if self.request.retries < failures:
+        raise ValueError("again")
+    return int(self.request.retries)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.replaced", bind=True)
+def replaced(self: Any, tenant: str, by: str) -> Any:
+    usage.record(2)
+    raise self.replace(
+        {
+            "budgeted": work.s("in its place", tenant),
+            "plain": plain.s("in its place"),
+            "chain": work.s("in its", tenant) | plain.s(),
+            "group": group(work.s(1, tenant), work.s(2, tenant)),
+        }[by]
+    )
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.ignored")
+def ignored(tenant: str) -> None:
+    usage.record(2)
+    raise Ignore
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.rejected", acks_late=True, bind=True)
+def rejected(self: Any, tenant: str, requeue: bool) -> str:
+    """Reject the first delivery."""
+    usage.record(2)
+    note(f"rejected {self.request.id}")
+    if requeue and self.request.delivery_info.get("redelivered"):
+        return "second"
+    raise Reject("no", requeue=requeue)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.silent", ignore_result=True)
+def silent(tenant: str) -> str:
+    usage.record(3)
+    return "nobody asks"
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.spawn")
+def spawn(tenant: str, amount: int) -> list[Any]:
+    """Publish a task of its own in its body."""
+    usage.record(1)
+    try:
+        return ["admitted", priced.delay(amount, tenant).id]
+    except BudgetExceeded as refusal:
+        return ["refused", *refusal.args]
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.propagate")
+def propagate(tenant: str, amount: int) -> None:
+    """The same, not caught."""
+    usage.record(1)
+    priced.delay(amount, tenant)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.slow", acks_late=True)
+def slow(tenant: str, seconds: float) -> None:
+    usage.record(2)
+    note(f"slow {tenant}")
+    time.sleep(seconds)
+
+
+class Loud(Task):
+    """A class with a call of its own that does not call the next one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return ["loud", self.run(*args, **kwargs)]
+
+
+class Polite(Task):
+    """One that calls the next one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return ["polite", super().__call__(*args, **kwargs)]
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.loud", base=Loud, bind=True)
+def loud(self: Any, tenant: str) -> str:
+    usage.record(3)
+    return str(self.request.id)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.polite", base=Polite, bind=True)
+def polite(self: Any, tenant: str) -> str:
+    usage.record(3)
+    return str(self.request.id)
+
+
+@shared_task(name="steps.free", base=BudgetedTask, bind=True)
+def free(self: Any) -> str:
+    """On the base class and without a budget."""
+    return str(self.request.id)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.after_failure")
+def after_failure(failed_id: str, tenant: str = "") -> str:
+    """An errback that Celery publishes: it takes the failed task's id."""
+    usage.record(1)
+    note(f"after {failed_id}")
+    return failed_id
+
+
+@budgeted(budget="tenant:{tenant}", estimate=6)
+@shared_task(name="steps.inline_errback")
+def inline_errback(request: Any, error: Any, traceback: Any, tenant: str = "") -> None:
+    """An errback that Celery calls in the failed task's process."""
+    note(f"inline {request.id}")

@@ -1,0 +1,1 @@
+"""One suite over the ledger: every store passes the same tests."""

@@ -1,0 +1,55 @@
+"""Fixtures of the contract suite: a store for each dialect, a root for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from celery_budget import reconcile
+from celery_budget.settings import Settings
+from celery_budget.store import Store, migrate
+from tests.contract.support import Ledger
+
+STORES = [
+    "sqlite",
+    pytest.param("postgresql", marks=pytest.mark.postgres),
+]
+
+
+@pytest.fixture(scope="session", params=STORES)
+def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A migrated database for all tests of the session: each takes a root of its own."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path_factory.mktemp('store') / 'budget.db'}"
+    else:
+        url = request.getfixturevalue("postgres_server").create_database()
+    store = Store(url)
+    store.run(migrate.upgrade)
+    store.dispose()
+    return url
+
+
+@pytest.fixture(scope="session")
+def store(store_url: str) -> Iterator[Store]:
+    """The store of each dialect."""
+    store = Store(store_url)
+    yield store
+    store.dispose()
+
+
+@pytest.fixture
+def ledger(store: Store, store_url: str) -> Iterator[Ledger]:
+    """An empty ledger; whatever the test did to it, it adds up afterwards."""
+    ledger = Ledger(store, Settings(database_url=store_url, root=f"root-{uuid4().hex[:12]}"))
+    yield ledger
+    if ledger.conserved:
+        assert reconcile.reconcile(store, ledger.settings).mismatches == ()
+
+
+@pytest.fixture
+def funded(ledger: Ledger) -> Ledger:
+    """A ledger whose budget ``b`` has 100 tokens."""
+    ledger.set("b", 100)
+    return ledger

@@ -1,0 +1,246 @@
+"""A ledger with short verbs, for tests that say what happens and not how it is called."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sqlalchemy as sa
+
+from celery_budget import admission, recovery, relay, settlement
+from celery_budget.core.identity import new_id
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import Admitted, Line, Outcome, Reserved, ReserveRequest
+from celery_budget.settings import Settings
+from celery_budget.settlement import Attempt, Delivery
+from celery_budget.store import Store, budgets, schema
+
+BOOT = uuid.UUID(int=7)
+
+RETURNED = Outcome("returned", payload='"done"')
+RAISED = Outcome("raised", payload='"boom"')
+RETRIED = Outcome("retried")
+
+
+@dataclass
+class Results:
+    """A result backend: what is stored, and what recovery or the relay stored, in order."""
+
+    stored: dict[str, str] = field(default_factory=dict)
+    told: list[tuple[str, str]] = field(default_factory=list)
+
+    def ready(self, task_id: str) -> str | None:
+        return self.stored.get(task_id)
+
+    def ended(self, task_id: str, reason: str) -> None:
+        self.told.append((task_id, reason))
+
+
+@dataclass
+class Broker:
+    """A publisher that remembers; ``on_publish`` may raise or look at the ledger first."""
+
+    published: list[str] = field(default_factory=list)
+    resets: int = 0
+    on_publish: Callable[[WireMessage], None] = lambda message: None
+
+    def publish(self, message: WireMessage) -> None:
+        self.on_publish(message)
+        self.published.append(message.task_id)
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@dataclass
+class Ledger:
+    """A migrated store under a root of its own.
+
+    :ivar conserved: whether the ledger has to add up when the test is over.
+    """
+
+    store: Store
+    settings: Settings
+    conserved: bool = True
+    results: Results = field(default_factory=Results)
+    broker: Broker = field(default_factory=Broker)
+
+    @property
+    def root(self) -> str:
+        return self.settings.root
+
+    def set(self, name: str = "b", limit: int | None = 100, unit: str | None = "tokens") -> None:
+        self.store.run(budgets.set_budget, self.root, name, limit, unit)
+
+    def request(
+        self, amount: int = 10, *more: tuple[str, int], budget: str = "b", **changes: Any
+    ) -> ReserveRequest:
+        """A request of ``amount`` from ``budget``, and of ``more`` (budget, amount)."""
+        task_id = changes.pop("task_id", None) or str(uuid.uuid4())
+        values: dict[str, Any] = {
+            "reservation_id": new_id(),
+            "root": self.root,
+            "owner": budget,
+            "request_id": task_id,
+            "task_id": task_id,
+            "task_name": "shop.draft",
+            "stage": "draft",
+            "fingerprint": "1:same",
+            "estimator": "constant",
+            "estimator_version": "1",
+            "lines": (Line(budget, amount), *(Line(*line) for line in more)),
+        }
+        return ReserveRequest(**{**values, **changes})
+
+    def admit(self, request: ReserveRequest, **changes: Any) -> Admitted:
+        flags = {n: changes.pop(n) for n in ("continuation", "delivered") if n in changes}
+        return admission.admit(
+            self.store, self.settings, request, message_of(request, **changes), **flags
+        )
+
+    def reserve(self, amount: int = 10, *more: tuple[str, int], **changes: Any) -> ReserveRequest:
+        """Admit a new request; it must fit."""
+        message = {n: changes.pop(n) for n in ("due_us", "expires_us") if n in changes}
+        request = self.request(amount, *more, **changes)
+        assert self.admit(request, **message) == Reserved(request.reservation_id)
+        return request
+
+    def deliver(self, request: ReserveRequest, **changes: Any) -> Any:
+        """What a worker hears that gets the message of ``request``."""
+        delivery = Delivery(
+            self.root,
+            request.reservation_id,
+            request.task_id,
+            request.nesting,
+            request.retries,
+            "worker@host",
+            BOOT,
+            late_ack=True,
+        )
+        return settlement.claim(self.store, self.settings, replace(delivery, **changes))
+
+    def run(self, request: ReserveRequest, **changes: Any) -> Attempt:
+        """Claim the attempt of ``request``; it must be free."""
+        attempt = self.deliver(request, **changes)
+        assert isinstance(attempt, Attempt)
+        assert attempt.replay is None
+        return attempt
+
+    def start(self, amount: int = 10, **changes: Any) -> tuple[ReserveRequest, Attempt]:
+        """Admit a new request and claim it."""
+        late_ack = changes.pop("late_ack", True)
+        request = self.reserve(amount, **changes)
+        return request, self.run(request, late_ack=late_ack)
+
+    def retry(
+        self, request: ReserveRequest, attempt: Attempt, amount: int | None = None
+    ) -> tuple[ReserveRequest, Any]:
+        """Write the retry of ``attempt``; its request, and what came of it."""
+        lines = request.lines if amount is None else (Line("b", amount),)
+        following = replace(request, retries=request.retries + 1, lines=lines)
+        written = admission.retry(
+            self.store,
+            self.settings,
+            following,
+            message_of(following),
+            attempt.number,
+            attempt.claim_id,
+        )
+        return following, written
+
+    def relay(self) -> relay.Relayed:
+        return relay.run_once(self.store, self.settings, self.broker, self.results.ended)
+
+    def recover(self) -> recovery.Recovered:
+        return recovery.run_once(self.store, self.settings, self.results)
+
+    def sweep(self) -> admission.Swept:
+        return admission.admit_parked(self.store, self.settings)
+
+    def balance(self, name: str = "b") -> tuple[int, int]:
+        """What is reserved and what is spent of a budget."""
+        found = self.store.run(budgets.balance, self.root, name)
+        return found.reserved, found.spent
+
+    def row(self, request: ReserveRequest) -> Any:
+        """The reservation's row."""
+        return self.rows("reservations", reservation_id=request.reservation_id)[0]
+
+    def state(self, request: ReserveRequest) -> str:
+        return str(self.row(request).state)
+
+    def line(self, request: ReserveRequest) -> tuple[int, int, int]:
+        """What the first line holds, used and charged."""
+        row = self.rows("lines", reservation_id=request.reservation_id, line=0)[0]
+        return row.reserved, row.used, row.settled
+
+    def message(self, request: ReserveRequest) -> Any:
+        """The one outbox row of a reservation, or none."""
+        rows = self.rows("outbox", reservation_id=request.reservation_id)
+        assert len(rows) <= 1
+        return rows[0] if rows else None
+
+    def rows(self, table: str, **where: Any) -> list[Any]:
+        """The rows of one table under this root, in order of its key."""
+        return self.store.run(_rows, getattr(schema, table), {"root": self.root, **where})
+
+    def put(self, table: str, values: dict[str, Any], **where: Any) -> None:
+        """Change rows behind the ledger's back, to let time pass or to break something."""
+        self.store.run(_put, getattr(schema, table), values, {"root": self.root, **where})
+
+    def lapse(self, request: ReserveRequest) -> None:
+        """Let the leases of a request's open attempts be over."""
+        open_ones = schema.attempts.c.lease_until_us.is_not(None)
+        self.store.run(
+            _put,
+            schema.attempts,
+            {"lease_until_us": 1},
+            {"root": self.root, "reservation_id": request.reservation_id},
+            open_ones,
+        )
+
+    def make_due(self, request: ReserveRequest) -> None:
+        """Let the time of a request's message come."""
+        self.put("outbox", {"due_us": 1}, reservation_id=request.reservation_id)
+
+    def dump(self) -> dict[str, list[Any]]:
+        """Every row of every table under this root."""
+        return {
+            name.removeprefix("budget_"): [
+                tuple(row) for row in self.store.run(_rows, table, {"root": self.root})
+            ]
+            for name, table in schema.metadata.tables.items()
+        }
+
+
+def message_of(request: ReserveRequest, **changes: Any) -> WireMessage:
+    """The message of a request."""
+    plain = WireMessage(request.task_id, request.task_name, b"body", "{}", "celery")
+    return replace(plain, **changes)
+
+
+def _conditions(table: sa.Table, where: dict[str, Any]) -> list[Any]:
+    return [table.c[name] == value for name, value in where.items()]
+
+
+def _rows(connection: sa.Connection, table: sa.Table, where: dict[str, Any]) -> list[Any]:
+    select = sa.select(table).where(*_conditions(table, where)).order_by(*table.primary_key)
+    return list(connection.execute(select))
+
+
+def _put(
+    connection: sa.Connection,
+    table: sa.Table,
+    values: dict[str, Any],
+    where: dict[str, Any],
+    *more: Any,
+) -> None:
+    changed = connection.execute(
+        table.update()
+        .where(*_conditions(table, where), *more)
+        .values(**values)
+        .returning(table.c.root)
+    )
+    assert changed.all()

@@ -1,0 +1,175 @@
+"""The store's edges: what is tried again, what is told, and who waits for whom."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
+from celery_budget.store import Store, budgets, engine, schema
+from tests.contract.support import Ledger
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries follow each other at once."""
+    monkeypatch.setattr(engine, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(engine, "LONGEST_WAIT_SECONDS", 0.001)
+
+
+def failing(times: int, retryable: bool = True) -> Any:
+    """A function that fails ``times`` times; it counts its calls."""
+
+    def function(connection: sa.Connection) -> int:
+        function.calls += 1  # type: ignore[attr-defined]
+        if function.calls <= times:  # type: ignore[attr-defined]
+            raise StoreError("down", retryable)
+        return 42
+
+    function.calls = 0  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["run", "run_statement"])
+def test_what_may_pass_is_tried_a_few_times(store: Store, how: str) -> None:
+    assert getattr(store, how)(failing(engine.TRIES - 1)) == 42
+    function = failing(99)
+    with pytest.raises(StoreError):
+        getattr(store, how)(function)
+    assert function.calls == engine.TRIES
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worker_waits_for_as_long_as_it_takes(store: Store) -> None:
+    assert store.wait_out(None, failing(20)) == 42
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(StoreError):
+        store.wait_out(stop, failing(1))
+
+
+def test_what_cannot_pass_is_not_tried_again(store: Store) -> None:
+    for call in (store.run, store.run_statement, lambda f: store.wait_out(None, f)):
+        function = failing(1, retryable=False)
+        with pytest.raises(StoreError):
+            call(function)
+        assert function.calls == 1
+
+
+def test_an_error_undoes_its_transaction(funded: Ledger) -> None:
+    def change_and_fail(connection: sa.Connection) -> None:
+        budgets.set_budget(connection, funded.root, "b", 1, None)
+        raise InvalidAmount("no")
+
+    before = funded.dump()
+    with pytest.raises(InvalidAmount):
+        funded.store.run(change_and_fail)
+    assert funded.dump() == before
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "retryable"),
+    [
+        ("SELECT * FROM budget_nothing", SchemaError, None),
+        ("SELECT absent FROM budget_budgets", SchemaError, None),
+        ("INSERT INTO budget_budgets (absent) VALUES (1)", SchemaError, None),
+        ("INSERT INTO budget_budgets (root, name) VALUES ('r', 'n')", StoreError, False),
+    ],
+)
+def test_errors_of_the_database_are_told_as_ours(
+    store: Store, statement: str, error: type[Exception], retryable: bool | None
+) -> None:
+    with pytest.raises(error) as caught, store.transaction() as connection:
+        connection.exec_driver_sql(statement)
+    assert getattr(caught.value, "retryable", None) == retryable
+    assert isinstance(caught.value.__cause__, sa.exc.DBAPIError)
+    if error is SchemaError:
+        assert "budget init" in str(caught.value)
+
+
+@pytest.mark.parametrize("column", ["reserved", "spent"])
+def test_the_database_itself_refuses_a_balance_below_zero(funded: Ledger, column: str) -> None:
+    with pytest.raises(StoreError, match=r"(?i)check"):
+        funded.put("balances", {column: -1})
+
+
+def test_a_lock_that_is_not_had_in_time_is_retryable(funded: Ledger) -> None:
+    impatient = Store(funded.settings.database_url, lock_seconds=0.05)
+
+    def change() -> None:
+        with impatient.transaction() as connection:
+            connection.execute(schema.balances.update().values(spent=0))
+
+    with funded.store.transaction() as connection:
+        connection.execute(sa.select(schema.balances).with_for_update())
+        with pytest.raises(StoreError) as caught:
+            change()
+    assert caught.value.retryable
+    impatient.dispose()
+
+
+def test_an_admission_waits_no_longer_for_a_lock_than_it_may(funded: Ledger) -> None:
+    impatient = Store(funded.settings.database_url, lock_seconds=0.05)
+    settings = funded.settings.__class__(
+        funded.settings.database_url, funded.root, lock_seconds=0.05
+    )
+    ledger = Ledger(impatient, settings)
+    with funded.store.transaction() as connection:
+        connection.execute(sa.select(schema.balances).with_for_update())
+        with pytest.raises(StoreError) as caught:
+            ledger.admit(ledger.request(1))
+        assert caught.value.retryable
+    impatient.dispose()
+    assert funded.rows("reservations") == []
+
+
+def test_a_database_that_is_not_there_is_retryable(store: Store, tmp_path: Any) -> None:
+    if store.dialect == "postgresql":
+        url = "postgresql://budget@127.0.0.1:1/nothing?connect_timeout=2"
+    else:
+        url = f"sqlite:///{tmp_path / 'missing' / 'budget.db'}"
+    with pytest.raises(StoreError) as caught, Store(url).transaction():
+        pass
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("sqlite://", "in-memory"),
+        ("sqlite:///:memory:", "in-memory"),
+        ("mysql://user@host/name", "PostgreSQL or SQLite"),
+        ("postgresql+nothing://user@host/name", "cannot be used"),
+        ("nonsense", "cannot be used"),
+    ],
+)
+def test_a_url_that_cannot_work_is_told(url: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Store(url)
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "secret" not in Store("postgresql://user:secret@host/name").url
+
+
+def _admit(ledger: Ledger, pipe: Any) -> None:
+    pipe.send(ledger.admit(ledger.request(1)))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_opens_connections_of_its_own(funded: Ledger) -> None:
+    funded.reserve(1)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_admit, args=(funded, theirs))
+    child.start()
+    theirs.close()
+    ours.recv()
+    child.join()
+    assert child.exitcode == 0
+    funded.reserve(1)
+    assert funded.balance() == (3, 0)

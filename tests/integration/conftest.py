@@ -1,0 +1,95 @@
+"""Applications for tests; what they leave in Celery's own registries is taken out again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import _state
+
+from celery_budget.integration.context import installed_on
+from celery_budget.integration.task import BudgetedFunction
+from tests.cluster import Cluster
+from tests.integration.support import Shop, make_app
+from tests.integration.tenant import Tenant
+from tests.services.postgres import PostgresServer
+from tests.services.redis import RedisServer
+
+
+@pytest.fixture(autouse=True)
+def _celery_state() -> Iterator[None]:
+    """Forget the applications and shared tasks of a test when it is over."""
+    finalizers = set(_state._on_app_finalizers)
+    made = list(BudgetedFunction.made)
+    current, default = _state._tls.current_app, _state.default_app
+    apps = list(_state._get_active_apps())
+    yield
+    for app in list(_state._get_active_apps()):
+        if app not in apps:
+            _state._deregister_app(app)
+    _state._on_app_finalizers.intersection_update(finalizers)
+    BudgetedFunction.made[:] = made
+    _state._tls.current_app, _state.default_app = current, default
+
+
+@pytest.fixture
+def make_shop(sqlite_url: str) -> Iterator[Callable[..., Shop]]:
+    """Make a :class:`Shop` from settings: SQLite and the in-memory broker unless told otherwise.
+
+    Its ledger exists and has the budget ``tenant:a`` of 10 tokens.
+    """
+    made: list[Shop] = []
+
+    def make(*, init: bool = True, **conf: Any) -> Shop:
+        conf.setdefault("budget_database_url", sqlite_url)
+        app = make_app(**conf)
+        shop = Shop(app, installed_on(app))
+        made.append(shop)
+        if init:
+            shop.budget.init()
+            shop.budget.set("tenant:a", limit=10, unit="tokens")
+        return shop
+
+    yield make
+    for shop in made:
+        shop.close()
+
+
+@pytest.fixture
+def shop(make_shop: Callable[..., Shop]) -> Shop:
+    """A shop on SQLite and the in-memory broker."""
+    return make_shop()
+
+
+@pytest.fixture(scope="package")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory,
+    postgres_server: PostgresServer,
+    redis_server: RedisServer,
+) -> Iterator[Cluster]:
+    """One worker and one beat on PostgreSQL and Redis; each test has a budget of its own."""
+    cluster = Cluster(
+        tmp_path_factory.mktemp("cluster"),
+        {
+            "broker_url": redis_server.database_url(11),
+            "result_backend": redis_server.database_url(12),
+            "budget_database_url": postgres_server.create_database(),
+            "budget_lease_seconds": 10,
+            "worker_enable_remote_control": True,
+            "imports": ["tests.apps.steps"],
+        },
+    )
+    cluster.worker(concurrency=3)
+    cluster.beat()
+    yield cluster
+    # Results say goodbye to their backend when they go: while it is still there.
+    gc.collect()
+    cluster.stop()
+
+
+@pytest.fixture
+def tenant(cluster: Cluster) -> Tenant:
+    """A budget of 100 tokens on the shared cluster."""
+    return Tenant(cluster)

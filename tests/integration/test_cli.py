@@ -1,0 +1,452 @@
+"""``celery -A proj budget …``: every command, plain and as JSON, its errors and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.bin.base import CLIContext
+
+from celery_budget import budgeted
+from celery_budget.cli import budget
+from celery_budget.errors import BudgetExceeded
+from celery_budget.store import schema
+from tests.contract.support import RETURNED, Ledger
+from tests.integration.support import Shop, make_app
+
+BIG = 2**63 - 1
+SECONDS = 30
+
+PROJ = """
+from celery import Celery
+from celery_budget import CeleryBudget
+
+app = Celery("proj")
+app.conf.update({conf!r})
+budget = CeleryBudget(app)
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What it printed, which is one JSON document."""
+        return json.loads(self.out)
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``budget …`` on an application in this process."""
+
+    def run(app: Celery, *args: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            budget.main(
+                list(args), prog_name="budget", obj=CLIContext(app, no_color=False, workdir=None)
+            )
+        code = ended.value.code
+        assert isinstance(code, int)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def ledger_of(shop: Shop) -> Ledger:
+    return Ledger(shop.budget.store, shop.budget.settings)
+
+
+def settle(ledger: Ledger, amount: int = 10, used: int = 4) -> str:
+    """A request that ran; its task id."""
+    request, attempt = ledger.start(amount, budget="tenant:a", request_id="order-1")
+    attempt.record(used)
+    attempt.end(RETURNED)
+    attempt.close()
+    return request.task_id
+
+
+# The commands, each plain and as JSON.
+
+
+def test_init_can_be_repeated(make_shop: Callable[..., Shop], run: Run, sqlite_url: str) -> None:
+    shop = make_shop(init=False)
+    first = run(shop.app, "init")
+    assert (first.code, first.err) == (0, "")
+    assert f"the ledger in {sqlite_url} is at version " in first.out
+    again = run(shop.app, "init", "--json")
+    assert again.json == {"database": sqlite_url, "version": first.out.split()[-1]}
+
+
+def test_set_creates_and_changes_and_prints_the_balance(shop: Shop, run: Run) -> None:
+    done = run(shop.app, "set", "b", "--limit", "1_000_000", "--unit", "micro-usd")
+    assert (done.code, done.err) == (0, "")
+    row = done.out.splitlines()[-1]
+    assert row.split() == ["b", "micro-usd", "1,000,000", "0", "0", "1,000,000"]
+    done = run(shop.app, "set", "b", "--limit", "7", "--json")
+    assert done.json == {
+        "available": 7, "budget": "b", "limit": 7, "reserved": 0, "spent": 0, "unit": "micro-usd"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ["none", "NONE"])
+def test_set_none_is_unlimited(shop: Shop, run: Run, written: str) -> None:
+    assert "unlimited" in run(shop.app, "set", "tenant:a", "--limit", written).out
+    shown = run(shop.app, "show", "tenant:a", "--json").json
+    assert (shown["limit"], shown["available"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    ["1.5", "-1", "+1", "9223372036854775808", "1e3", "", "nan", "0x10", "1__0", "_1", "٣",
+     "unlimited", "9" * 5000],
+)  # fmt: skip
+def test_set_refuses_what_is_no_limit_and_changes_nothing(shop: Shop, run: Run, limit: str) -> None:
+    before = shop.ledger()
+    done = run(shop.app, "set", "tenant:a", "--limit", limit, "--json")
+    assert (done.code, done.out) == (2, "")
+    assert "give an integer from 0 to 2^63-1" in done.err
+    assert run(shop.app, "set", "new", "--limit", limit, "--unit", "x").code == 2
+    assert shop.ledger() == before
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["new", "--limit", "1"], "'new' is new; say what it counts"),
+        (["", "--limit", "1", "--unit", "x"], "has 1 to 255 characters"),
+        (["a\tb", "--limit", "1", "--unit", "x"], "no control characters"),
+        (["new", "--limit", "1", "--unit", ""], "unit has 1 to 255 characters"),
+    ],
+)
+def test_set_refuses_what_is_no_budget(shop: Shop, run: Run, args: list[str], said: str) -> None:
+    before = shop.ledger()
+    done = run(shop.app, "set", *args)
+    assert (done.code, done.out) == (1, "")
+    assert said in done.err
+    assert shop.ledger() == before
+
+
+def test_set_needs_a_limit(shop: Shop, run: Run) -> None:
+    done = run(shop.app, "set", "tenant:a")
+    assert done.code == 2
+    assert "--limit" in done.err
+
+
+def test_set_below_what_is_used_shows_the_overcommitment(shop: Shop, run: Run) -> None:
+    ledger_of(shop).reserve(10, budget="tenant:a")
+    row = run(shop.app, "set", "tenant:a", "--limit", "3").out.splitlines()[-1]
+    assert row.split()[-2:] == ["-7", "overcommitted"]
+    assert run(shop.app, "show", "tenant:a", "--json").json["available"] == -7
+
+
+def test_list_shows_every_budget_by_name(shop: Shop, run: Run) -> None:
+    long_name = "tenant:" + "x" * 200
+    shop.budget.set(long_name, limit=BIG, unit="tokens")
+    done = run(shop.app, "list")
+    assert done.code == 0
+    assert [line.split()[0] for line in done.out.splitlines()[2:]] == ["tenant:a", long_name]
+    found = run(shop.app, "list", "--json")
+    assert [one["budget"] for one in found.json["budgets"]] == ["tenant:a", long_name]
+    assert f'"limit": {BIG}' in found.out
+
+
+def test_list_without_budgets_says_how_to_create_one(
+    make_shop: Callable[..., Shop], run: Run
+) -> None:
+    shop = make_shop(init=False)
+    shop.budget.init()
+    assert "budget set NAME" in run(shop.app, "list").out
+    assert run(shop.app, "list", "--json").json == {"budgets": []}
+
+
+def test_show_shows_one_budget(shop: Shop, run: Run) -> None:
+    done = run(shop.app, "show", "tenant:a")
+    assert done.code == 0
+    assert done.out.splitlines()[-1].split() == ["tenant:a", "tokens", "10", "0", "0", "10"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_show_of_an_unknown_budget_fails(shop: Shop, run: Run, options: list[str]) -> None:
+    done = run(shop.app, "show", "nobody", *options)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("Error: there is no budget named 'nobody'")
+    assert "Traceback" not in done.err
+
+
+def test_report_shows_all(shop: Shop, run: Run) -> None:
+    settle(ledger_of(shop))
+    done = run(shop.app, "report")
+    assert (done.code, done.err) == (0, "")
+    drift = ["draft", "constant", "1", "1", "10", "4", "0.40", "estimated", "too", "high"]
+    assert drift in [line.split() for line in done.out.splitlines()]
+    assert done.out.splitlines()[-1] == "the ledger adds up: 1 request, nothing open"
+    found = run(shop.app, "report", "--json").json
+    assert found["counts"]["settled"] == 1
+    assert found["drift"][0]["ratio"] == 0.4
+    assert found["budgets"][0]["spent"] == 4
+    assert found["reconciliation"]["ok"] is True
+
+
+def test_amounts_are_exact_in_json(shop: Shop, run: Run) -> None:
+    shop.budget.set("tenant:a", limit=BIG)
+    settle(ledger_of(shop), BIG, BIG)
+    found = run(shop.app, "report", "--json").json
+    assert found["budgets"][0]["spent"] == BIG
+    assert found["drift"][0]["actual"] == BIG
+    [request] = run(shop.app, "explain", "order-1", "--json").json["requests"]
+    assert request["usage"][0]["amount"] == BIG
+
+
+def test_reconcile_of_a_ledger_that_adds_up(shop: Shop, run: Run) -> None:
+    ledger_of(shop).reserve(10, budget="tenant:a")
+    done = run(shop.app, "reconcile")
+    assert done.code == 0
+    assert done.out == "the ledger adds up: 1 request, open: 1 reserved, 1 message due\n"
+    found = run(shop.app, "reconcile", "--json")
+    assert found.code == 0
+    assert (found.json["ok"], found.json["mismatches"], found.json["requests"]) == (True, [], 1)
+
+
+def test_reconcile_lists_mismatches_and_fails(shop: Shop, run: Run) -> None:
+    ledger_of(shop).reserve(10, budget="tenant:a")
+    shop.sql(schema.balances.update().values(reserved=9))
+    said = "budget 'tenant:a' says 9 reserved and 0 spent, its lines add up to 10 and 0"
+    done = run(shop.app, "reconcile")
+    assert done.code == 1
+    assert done.out.splitlines() == ["the ledger does not add up: 1 mismatch", f"- {said}"]
+    found = run(shop.app, "reconcile", "--json")
+    assert (found.code, found.json["ok"], found.json["mismatches"]) == (1, False, [said])
+    assert run(shop.app, "report").code == 0
+
+
+def test_explain_a_settled_request_by_each_of_its_ids(shop: Shop, run: Run) -> None:
+    ledger = ledger_of(shop)
+    task_id = settle(ledger)
+    reservation_id = str(ledger.rows("reservations")[0].reservation_id)
+    told = [run(shop.app, "explain", some_id) for some_id in (task_id, "order-1", reservation_id)]
+    assert told[0].code == 0
+    assert told[0] == told[1] == told[2]
+    happened = [
+        line.split("Z", 1)[1].strip().split(" (")[0]
+        for line in told[0].out.splitlines()
+        if line.startswith("20")
+    ]
+    assert happened == [
+        "admitted",
+        "attempt 1 started on worker@host",
+        "attempt 1 used 4",
+        "attempt 1 returned",
+        "settled",
+    ]
+    [found] = run(shop.app, "explain", task_id, "--json").json["requests"]
+    assert found["reservation"]["state"] == "settled"
+    assert found["lines"][0]["settled"] == 4
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_explain_of_a_refused_request_knows_nothing(
+    shop: Shop, run: Run, options: list[str]
+) -> None:
+    @budgeted(budget="tenant:a", estimate=11)
+    @shop.app.task(name="shop.draft")
+    def draft() -> None: ...
+
+    with pytest.raises(BudgetExceeded):
+        shop.task("shop.draft").apply_async(task_id="refused-1")
+    done = run(shop.app, "explain", "refused-1", *options)
+    assert (done.code, done.out) == (1, "")
+    assert "nothing is known of 'refused-1'" in done.err
+
+
+def test_explain_parked_work(shop: Shop, run: Run) -> None:
+    ledger = ledger_of(shop)
+    request = ledger.request(99, budget="tenant:a")
+    ledger.admit(request, continuation=True)
+    done = run(shop.app, "explain", request.task_id)
+    assert done.code == 0
+    assert "state  parked" in done.out
+    assert "waits  for budget since 20" in done.out
+    [found] = run(shop.app, "explain", request.task_id, "--json").json["requests"]
+    assert found["reservation"]["state"] == "parked"
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("args", [["list"], ["report"], ["reconcile", "--json"]])
+def test_without_tables_init_is_named(
+    make_shop: Callable[..., Shop], run: Run, args: list[str]
+) -> None:
+    done = run(make_shop(init=False).app, *args)
+    assert (done.code, done.out) == (1, "")
+    assert "run 'celery -A PROJ budget init'" in done.err
+
+
+def test_without_a_database_both_forms_are_named(make_shop: Callable[..., Shop], run: Run) -> None:
+    done = run(make_app(), "list")
+    assert (done.code, done.out) == (1, "")
+    assert "budget_database_url is not set" in done.err
+    assert "postgresql+psycopg://user@host/name" in done.err
+    assert "sqlite:////absolute/path.db" in done.err
+
+
+def test_a_database_that_is_not_there_is_an_error(run: Run, tmp_path: Path) -> None:
+    app = make_app(budget_database_url=f"sqlite:///{tmp_path / 'gone' / 'budget.db'}")
+    done = run(app, "list")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("Error: the ledger's database failed: unable to open")
+
+
+def test_an_application_without_budgets_is_told_what_to_add(run: Run) -> None:
+    done = run(make_app("plain", budget=False), "list", "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "'plain' has no CeleryBudget" in done.err
+    assert "budget = CeleryBudget(app)" in done.err
+
+
+def test_a_budget_made_in_a_module_of_tasks_is_found(
+    run: Run, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(budget=False, budget_database_url=sqlite_url, imports=["budget_cli_tasks"])
+    (tmp_path / "budget_cli_tasks.py").write_text(
+        "import celery, celery_budget\ncelery_budget.CeleryBudget(celery.current_app)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    app.set_current()
+    assert run(app, "init").code == 0
+    monkeypatch.delitem(sys.modules, "budget_cli_tasks")
+
+
+@pytest.mark.parametrize("command", sorted(budget.commands))
+def test_every_command_has_help_with_an_example(run: Run, command: str) -> None:
+    done = run(make_app(), command, "--help")
+    assert done.code == 0
+    assert f"  celery -A proj budget {command}" in done.out
+
+
+# As users run it.
+
+
+@dataclass(frozen=True)
+class Project:
+    """A directory with ``proj.py``, as a user has it."""
+
+    folder: Path
+
+    def write(self, **conf: Any) -> None:
+        (self.folder / "proj.py").write_text(PROJ.format(conf=conf))
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        known = ("CELERY_", "BROKER_URL", "RESULT_BACKEND", "NO_COLOR")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(known)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "celery", "-A", "proj", "budget", *args],
+            cwd=self.folder,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *args: str) -> Done:
+        process = self.start(*args)
+        out, err = process.communicate(timeout=SECONDS)
+        return Done(process.returncode, out, err)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return Project(folder)
+
+
+def test_a_first_session(project: Project, sqlite_url: str) -> None:
+    project.write(budget_database_url=sqlite_url, broker_url="memory://")
+    for command in ("list", "relay"):
+        early = project.run(command)
+        assert (early.code, early.out) == (1, "")
+        assert "run 'celery -A PROJ budget init'" in early.err
+        assert "Traceback" not in early.err
+    assert project.run("init").code == 0
+    done = project.run("set", "acme", "--limit", str(BIG), "--unit", "tokens")
+    assert (done.code, done.err) == (0, "")
+    assert "9,223,372,036,854,775,807" in done.out
+    assert "\x1b" not in done.out
+    assert project.run("show", "acme", "--json").json["available"] == BIG
+    assert project.run("reconcile").out == "the ledger adds up: 0 requests, nothing open\n"
+
+
+def test_a_missing_database_url_is_a_clean_error(project: Project) -> None:
+    project.write(broker_url="memory://")
+    done = project.run("init", "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "budget_database_url is not set" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_relay_publishes_and_stops_on_a_signal(
+    project: Project, make_shop: Callable[..., Shop], sqlite_url: str, number: signal.Signals
+) -> None:
+    folder = project.folder / "broker"
+    folder.mkdir()
+    conf = {
+        "budget_database_url": sqlite_url,
+        "broker_url": "filesystem://",
+        "broker_transport_options": {
+            "data_folder_in": str(folder),
+            "data_folder_out": str(folder),
+            "control_folder": str(project.folder / "control"),
+        },
+    }
+    project.write(**conf)
+    shop = make_shop(**conf)
+
+    @budgeted(budget="tenant:a", estimate=10)
+    @shop.app.task(name="shop.draft")
+    def draft() -> None: ...
+
+    shop.task("shop.draft").delay()
+    process = project.start("relay")
+    try:
+        assert process.stderr is not None
+        assert any("budget relay started on sqlite" in line for line in process.stderr)
+        until(lambda: shop.counts()["published"] == 1)
+        assert len(list(folder.iterdir())) == 1
+        process.send_signal(number)
+        sent = time.monotonic()
+        out, err = process.communicate(timeout=SECONDS)
+        assert time.monotonic() - sent < 5
+        assert (process.returncode, out) == (0, "")
+        assert err.endswith(f"{number.name}: stopping the relay\n")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a state that another process brings about."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)

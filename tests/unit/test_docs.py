@@ -1,0 +1,84 @@
+"""The pages say what the code says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+import celery_budget
+from celery_budget import errors
+from celery_budget.integration.context import HEADER
+from celery_budget.settings import PREFIX, Settings
+from celery_budget.store.migrate import VERSION_TABLE
+from celery_budget.store.schema import metadata
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+ROW = re.compile(r"^\| `(budget_\w+)` \| (.+?) \| (.+) \|$", re.MULTILINE)
+NAME = re.compile(r"\bbudget_[a-z_]+\b")
+#: Stored functions of the first migration.
+FUNCTIONS = {"budget_reserve", "budget_short"}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def settings_keys() -> list[str]:
+    return [PREFIX + field.name for field in fields(Settings)]
+
+
+def test_the_table_of_settings_is_complete_and_in_order() -> None:
+    assert [row[0] for row in ROW.findall(read("docs/settings.md"))] == settings_keys()
+
+
+@pytest.mark.parametrize(("key", "written", "meaning"), ROW.findall(read("docs/settings.md")))
+def test_a_setting_has_the_default_that_the_table_gives(
+    key: str, written: str, meaning: str
+) -> None:
+    field = next(field for field in fields(Settings) if PREFIX + field.name == key)
+    if field.default is MISSING:
+        assert written == "required"
+    else:
+        assert ast.literal_eval(written.strip("`")) == field.default
+        assert type(ast.literal_eval(written.strip("`"))) is type(field.default)
+    assert meaning
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_name_with_our_prefix_exists(page: Path) -> None:
+    known = {*settings_keys(), *metadata.tables, *FUNCTIONS, HEADER, VERSION_TABLE}
+    assert set(NAME.findall(page.read_text(encoding="utf-8"))) - known == set()
+
+
+def test_the_architecture_lists_every_table() -> None:
+    page = read("docs/architecture.md")
+    listed = set(re.findall(r"^\| `(budget_\w+)` \|", page, re.MULTILINE))
+    assert listed == {*metadata.tables, VERSION_TABLE}
+
+
+@pytest.mark.parametrize("folder", ["", "integration"])
+def test_the_architecture_lists_every_module(folder: str) -> None:
+    page = read("docs/architecture.md")
+    package = ROOT / "celery_budget" / folder
+    modules = {
+        path.stem
+        for path in package.iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").exists()) and path.stem != "__init__"
+    }
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert modules - listed == set()
+
+
+def test_errors_named_in_the_readme_exist() -> None:
+    named = set(
+        re.findall(r"`([A-Z]\w+(?:Error|Budget|Amount|Exceeded|Conflict))`", read("README.md"))
+    )
+    assert {"BudgetExceeded", "RequestConflict", "UnknownBudget", "InvalidAmount"} <= named
+    known = {*errors.__all__, *celery_budget.__all__}
+    assert named - known == set()

@@ -1,0 +1,97 @@
+"""Errors survive the trip to whoever waits for the result, and say what to do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from celery_budget import errors
+from celery_budget.errors import BudgetError
+
+#: For each error how it is made and what its text has to tell.
+MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
+    "AttemptLost": (("t-1",), ["t-1", "budget explain t-1"]),
+    "BudgetExceeded": (
+        ("tenant:acme", "tokens", 12, 7, 100, 60, 33),
+        ["'tenant:acme'", "7 of 100 tokens", "60 reserved", "33 spent", "12 were requested",
+         "budget show tenant:acme"],
+    ),
+    "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
+    "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
+    "StoreError": (("the database failed", True), ["the database failed"]),
+    "UnknownBudget": (("b",), ["'b'", "budget set b --limit"]),
+}  # fmt: skip
+
+TREE = {
+    name: kind
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, BudgetError)
+}
+
+
+def make(name: str) -> tuple[BudgetError, list[str]]:
+    args, said = MADE.get(name, (("what happened",), ["what happened"]))
+    return TREE[name](*args), said
+
+
+def test_the_module_exports_its_tree() -> None:
+    assert set(errors.__all__) == set(TREE)
+    assert set(MADE) <= set(TREE)
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_survives_pickling_and_copying(name: str) -> None:
+    error, _ = make(name)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - our own bytes
+        assert (type(again), again.args, vars(again)) == (type(error), error.args, vars(error))
+        assert (str(again), repr(again)) == (str(error), repr(error))
+    for again in (copy.copy(error), copy.deepcopy(error)):
+        assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_survives_a_json_result_backend(name: str) -> None:
+    error, _ = make(name)
+    # What Celery stores of an exception: its class and its args.
+    again = TREE[name](*json.loads(json.dumps(error.args)))
+    assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_tells_what_and_what_to_do(name: str) -> None:
+    error, said = make(name)
+    for words in said:
+        assert words in str(error)
+    for value in error.args:
+        assert repr(value) in repr(error)
+
+
+def test_an_exceeded_budget_shows_every_figure() -> None:
+    error, _ = make("BudgetExceeded")
+    assert vars(error) == {
+        "budget": "tenant:acme", "unit": "tokens", "requested": 12, "available": 7,
+        "limit": 100, "reserved": 60, "spent": 33,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("InvalidAmount", ValueError),
+        ("InvalidName", ValueError),
+        ("UnknownBudget", LookupError),
+        ("EstimateError", errors.PolicyError),
+    ],
+)
+def test_errors_are_also_what_python_calls_them(name: str, base: type[Exception]) -> None:
+    assert issubclass(TREE[name], base)
+
+
+def test_a_store_error_is_not_retryable_unless_it_says_so() -> None:
+    assert errors.StoreError("x").retryable is False

@@ -1,0 +1,286 @@
+"""Tables and documents: exact, complete when piped, literal about what they show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import RenderableType
+
+from celery_budget.core.budgets import Balance
+from celery_budget.reconcile import Drift, Reconciliation, Report, Story
+from celery_budget.render.documents import json_document
+from celery_budget.render.stories import stories_view
+from celery_budget.render.tables import balances_table, drift_table, report_view, verdict
+from celery_budget.render.text import as_text, literal, moment, number
+
+BIG = 2**63 - 1
+ACME = Balance("acme", "tokens", 1_000_000, 250_000, 1234)
+DRIFT = Drift("draft", "tokens_of", "2", 3, 1000, 1000)
+SECOND = 1_000_000
+
+
+def lines(view: RenderableType, **options: Any) -> list[str]:
+    return as_text(view, **options).splitlines()
+
+
+def test_numbers_have_separators_and_none_is_unlimited() -> None:
+    assert number(BIG) == "9,223,372,036,854,775,807"
+    assert number(-1234) == "-1,234"
+    assert number(None) == "unlimited"
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "written"),
+    [
+        (0, "1970-01-01T00:00:00.000000Z"),
+        (1_700_000_000_123_457, "2023-11-14T22:13:20.123457Z"),
+        (BIG, str(BIG)),
+    ],
+)
+def test_times_are_utc_to_the_microsecond(microseconds: int, written: str) -> None:
+    assert moment(microseconds) == written
+
+
+def test_a_balance_is_one_row_of_right_aligned_numbers() -> None:
+    heading, _, acme, free = lines(
+        balances_table([ACME, Balance("free", "micro-usd", None, 0, BIG)])
+    )
+    assert heading.split() == ["budget", "unit", "limit", "reserved", "spent", "available"]
+    assert acme.split() == ["acme", "tokens", "1,000,000", "250,000", "1,234", "748,766"]
+    assert free.split() == ["free", "micro-usd", "unlimited", "0", number(BIG), "unlimited"]
+    assert {line.rindex(end) + len(end) for line, end in ((acme, "1,234"), (free, ",807"))} == {
+        heading.index("spent") + len("spent")
+    }
+
+
+def test_more_used_than_allowed_is_marked() -> None:
+    *_, row = lines(balances_table([replace(ACME, limit=1000)]))
+    assert row.split()[-2:] == ["-250,234", "overcommitted"]
+    assert "overcommitted" not in as_text(balances_table([replace(ACME, limit=251_234)]))
+
+
+def test_no_budgets_tells_how_to_create_one() -> None:
+    assert "budget set NAME" in as_text(balances_table([]))
+
+
+@pytest.mark.parametrize(
+    ("estimated", "actual", "shown"),
+    [
+        (1000, 1000, ["1.00"]),
+        (1000, 1500, ["1.50"]),
+        (1000, 1501, ["1.50", "estimated", "too", "low"]),
+        (1000, 500, ["0.50"]),
+        (1000, 499, ["0.50", "estimated", "too", "high"]),
+        (0, 0, ["-"]),
+        (0, 7, ["-", "estimated", "too", "low"]),
+        (BIG, BIG, ["1.00"]),
+    ],
+)
+def test_drift_is_marked_where_it_is_far_off(estimated: int, actual: int, shown: list[str]) -> None:
+    *_, row = lines(drift_table([replace(DRIFT, estimated=estimated, actual=actual)]))
+    assert row.split() == [
+        "draft",
+        "tokens_of",
+        "2",
+        "3",
+        number(estimated),
+        number(actual),
+        *shown,
+    ]
+
+
+def test_the_verdict_is_one_line_where_the_ledger_adds_up() -> None:
+    nothing = {"reserved": 0, "due": 0, "parked": 0}
+    assert lines(verdict(Reconciliation((), nothing), 1200)) == [
+        "the ledger adds up: 1,200 requests, nothing open"
+    ]
+    some = {"parked": 1, "due": 1, "unclosed": 2, "running": 1, "reserved": 3}
+    [line] = lines(verdict(Reconciliation((), some), 1))
+    assert line == (
+        "the ledger adds up: 1 request, open: 1 parked, 3 reserved, 1 running, "
+        "2 attempts not closed, 1 message due"
+    )
+
+
+def test_the_verdict_lists_each_mismatch() -> None:
+    assert lines(verdict(Reconciliation(("budget 'a' is off", "task [b] is off"), {}), 2)) == [
+        "the ledger does not add up: 2 mismatches",
+        "- budget 'a' is off",
+        "- task [b] is off",
+    ]
+    assert lines(verdict(Reconciliation(("x",), {}), 2))[0].endswith("1 mismatch")
+
+
+def test_a_report_has_all_parts_in_order() -> None:
+    counts = {"admitted": 2, "refused": 1, "settled": 2, "over": 1}
+    report = Report((ACME,), counts, (DRIFT,), Reconciliation((), {}))
+    text = as_text(report_view(report))
+    parts = ["Budgets", "acme", "Requests", "admitted", "refused", "settled", "over",
+             "Estimated and actual", "draft", "adds up: 2 requests"]  # fmt: skip
+    assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
+
+
+def test_an_empty_report_says_so() -> None:
+    text = as_text(report_view(Report((), {"admitted": 0}, (), Reconciliation((), {}))))
+    assert "There are no budgets yet" in text
+    assert "Nothing has been settled yet" in text
+    assert "0 requests, nothing open" in text
+
+
+def test_piped_text_is_neither_cut_nor_coloured_nor_padded() -> None:
+    name = "tenant:" + "x" * 248
+    text = as_text(balances_table([replace(ACME, budget=name, limit=1)]))
+    assert name in text
+    assert "\x1b" not in text
+    assert "…" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_narrow_terminal_folds_names_and_keeps_numbers_whole() -> None:
+    balance = Balance("tenant:" + "x" * 50, "tokens", BIG, 0, 0)
+    found = lines(balances_table([balance]), width=40)
+    assert any(number(BIG) in line for line in found)
+    assert sum(line.split(" ")[0].count("x") for line in found) == 50
+
+
+def test_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in as_text(verdict(Reconciliation((), {}), 0), colour=True)
+
+
+@pytest.mark.parametrize("name", ["[red]x[/red]", ":smile:", "tenant:[bold]", "naïve", "日本"])
+def test_names_are_shown_as_they_are(name: str) -> None:
+    assert name in as_text(balances_table([replace(ACME, budget=name)]))
+
+
+def test_what_could_move_a_terminal_is_escaped() -> None:
+    assert literal("a\x1b[2Jb\nc\u202ed").plain == "a\\x1b[2Jb\\nc\\u202ed"
+
+
+def test_a_stream_that_is_not_unicode_gets_ascii() -> None:
+    text = as_text(balances_table([replace(ACME, budget="naïve")]), encoding="ascii")
+    assert text.isascii()
+    assert "na\\xefve" in text
+
+
+def test_json_is_exact_sorted_and_ascii() -> None:
+    written = json_document({"b": BIG, "a": {"d": None, "c": "ï"}})
+    assert json.loads(written) == {"a": {"c": "ï", "d": None}, "b": BIG}
+    assert str(BIG) in written
+    assert written.isascii()
+    assert [written.index(f'"{key}"') for key in "acdb"] == sorted(
+        written.index(f'"{key}"') for key in "acdb"
+    )
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_document({"a": float("nan")})
+
+
+def a_story(**changes: Any) -> Story:
+    reservation: dict[str, Any] = {
+        "task_id": "t-1", "task_name": "shop.draft", "state": "settled", "reason": None,
+        "owner": "acme", "request_id": "order-1", "reservation_id": "r-1", "parent_id": None,
+        "stage": "draft", "estimator": "tokens_of", "estimator_version": "2", "over": True,
+        "unmetered": False, "unreserved": False, "created_us": SECOND, "ended_us": 5 * SECOND,
+        "parked": [],
+    }  # fmt: skip
+    attempt = {
+        "attempt": 1, "worker": "w@h", "started_us": 3 * SECOND, "ended_us": 5 * SECOND + 9,
+        "outcome": "returned", "lease_until_us": None,
+    }  # fmt: skip
+    record = {"attempt": 1, "amount": 12_000, "key": "resp-1", "late": False}
+    line = {"budget": "acme", "estimate": 10_000, "reserved": 0, "used": 12_000, "settled": 12_000}
+    return Story(
+        {**reservation, **changes.pop("reservation", {})},
+        changes.pop("lines", (line,)),
+        changes.pop("messages", ()),
+        changes.pop("attempts", (attempt,)),
+        changes.pop("usage", ({**record, "recorded_us": 4 * SECOND},)),
+    )
+
+
+def events(story: Story) -> list[str]:
+    found = lines(stories_view([story]))
+    return [line.split("Z", 1)[1].strip() for line in found if line.startswith("1970-")]
+
+
+def test_a_story_tells_facts_amounts_and_events_in_order() -> None:
+    found = lines(stories_view([a_story()]))
+    facts = dict(line.split(None, 1) for line in found[: found.index("")])
+    assert facts["task"] == "shop.draft[t-1]"
+    assert facts["request"] == "order-1"
+    assert facts["flags"] == "over: used more than estimated"
+    assert "parent" not in facts
+    assert ["acme", "10,000", "0", "12,000", "12,000"] in [line.split() for line in found]
+    assert "1970-01-01T00:00:03.000000Z   attempt 1 started on w@h" in found
+    assert events(a_story()) == [
+        "admitted",
+        "attempt 1 started on w@h",
+        "attempt 1 used 12,000 (resp-1)",
+        "attempt 1 returned",
+        "settled",
+    ]
+
+
+def message(**changes: Any) -> dict[str, Any]:
+    return {
+        "state": "due", "created_us": SECOND, "due_us": 2 * SECOND, "published_us": None,
+        "publishes": 0, "failures": 0, "last_error": None, "queue": "celery", "after_attempt": None,
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "message due at 1970-01-01T00:00:02.000000Z"),
+        ({"state": "blocked", "after_attempt": 2}, "message held back until attempt 2 ends"),
+        ({"published_us": SECOND, "publishes": 1}, "published to celery"),
+        ({"published_us": SECOND, "publishes": 3}, "published to celery, 3 times so far"),
+        (
+            {"state": "blocked", "after_attempt": 1, "last_error": "GONE\n- no queue"},
+            (
+                "message held back until attempt 1 ends; "
+                "publishing failed, last with: GONE\\n- no queue"
+            ),
+        ),
+    ],
+)
+def test_a_story_tells_where_its_message_is(changes: dict[str, Any], told: str) -> None:
+    open_ = {"state": "reserved", "ended_us": None}
+    story = a_story(reservation=open_, messages=(message(**changes),), attempts=(), usage=())
+    assert events(story) == ["admitted", told]
+
+
+def test_a_story_tells_open_attempts_and_late_usage() -> None:
+    attempt = a_story().attempts[0]
+    running = {**attempt, "ended_us": None, "lease_until_us": 9 * SECOND}
+    assert events(a_story(attempts=(running,), reservation={"ended_us": None}))[1] == (
+        "attempt 1 started on w@h, lease until 1970-01-01T00:00:09.000000Z"
+    )
+    unclosed = {**attempt, "lease_until_us": 9 * SECOND}
+    assert "attempt 1 returned, not closed yet" in events(a_story(attempts=(unclosed,)))
+    late = {**a_story().usage[0], "late": True, "recorded_us": 6 * SECOND}
+    assert events(a_story(usage=(late,)))[-1] == (
+        "attempt 1 used 12,000 (resp-1), after the request had ended"
+    )
+
+
+def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:
+    ended = a_story(reservation={"state": "released", "reason": "expired"})
+    assert any(
+        line.split() == ["state", "released:", "expired"] for line in lines(stories_view([ended]))
+    )
+    wait = {"created_us": SECOND, "deadline_us": 2 * SECOND, "task_name": "t", "owner": "acme"}
+    waits = "for budget since 1970-01-01T00:00:01.000000Z, given up at 1970-01-01T00:00:02.000000Z"
+    parked = Story({**wait, "state": "parked"}, (), (), (), ())
+    assert waits in as_text(stories_view([parked]))
+    assert waits in as_text(stories_view([a_story(reservation={"parked": [wait]})]))
+
+
+def test_two_stories_are_apart() -> None:
+    found = lines(stories_view([a_story(), a_story()]))
+    assert found[found.index("task         shop.draft[t-1]", 1) - 1] == ""

@@ -1,0 +1,114 @@
+"""Settings, read and checked."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from celery_budget.errors import ConfigurationError
+from celery_budget.settings import PREFIX, Settings
+
+URL = "sqlite:////tmp/budget.db"
+
+
+def read(**values: Any) -> Settings:
+    configuration = {f"{PREFIX}{name}": value for name, value in values.items()}
+    return Settings.read(configuration.get)
+
+
+def test_only_the_url_is_required() -> None:
+    assert read(database_url=URL) == Settings(database_url=URL)
+
+
+def test_without_a_url_both_forms_are_shown() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read()
+    assert "budget_database_url is not set" in str(caught.value)
+    for form in ("postgresql+psycopg://user@host/name", "sqlite:////absolute/path.db"):
+        assert form in str(caught.value)
+
+
+def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
+    values: dict[str, Any] = {
+        "str": "reject", "int": 7, "float": 7.5,
+    }  # fmt: skip
+    wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
+    wanted["database_url"] = URL
+    settings = read(**wanted)
+    assert {field.name: getattr(settings, field.name) for field in fields(Settings)} == wanted
+    asked: list[str] = []
+
+    def get(key: str) -> Any:
+        asked.append(key)
+        return URL if key == "budget_database_url" else None
+
+    Settings.read(get)
+    assert asked == [f"budget_{field.name}" for field in fields(Settings)]
+
+
+def test_every_setting_is_documented() -> None:
+    for field in fields(Settings):
+        assert f":ivar {field.name}:" in str(Settings.__doc__)
+
+
+BAD: list[Any] = [
+    ("database_url", "budget.db", "sqlite:////absolute"),
+    ("database_url", 7, "give text"),
+    ("database_url", "", "give text"),
+    ("root", "", "give text"),
+    ("root", "a\nb", "control characters"),
+    ("unreserved", "maybe", "'admit' or 'reject'"),
+    ("lease_seconds", 0.5, "shorter than a second"),
+    ("lease_seconds", 0, "above 0"),
+    ("lease_seconds", -1, "above 0"),
+    ("lease_seconds", "60", "a number"),
+    ("lease_seconds", True, "a number"),
+    ("lease_seconds", float("nan"), "a number"),
+    ("lease_seconds", float("inf"), "a number"),
+    ("batch_size", 1.5, "an integer"),
+    ("batch_size", 0, "an integer"),
+    ("batch_size", "many", "an integer"),
+    ("max_deliveries", -3, "an integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), BAD)
+def test_a_value_that_cannot_work_is_named(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(**{"database_url": URL, name: value})
+    assert str(caught.value).startswith(f"budget_{name}")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 20.0), ("lease_seconds", 90)])
+def test_numbers_take_the_type_of_their_setting(name: str, value: Any) -> None:
+    read_back = getattr(read(**{"database_url": URL, name: value}), name)
+    assert read_back == value
+    assert type(read_back) is (int if name == "batch_size" else float)
+
+
+def test_times_are_told_in_the_units_of_the_store() -> None:
+    settings = read(
+        database_url=URL,
+        lease_seconds=1.5,
+        park_seconds=2,
+        publish_seconds=3,
+        republish_seconds=4,
+        lock_seconds=0.25,
+    )
+    assert settings.lease_us == 1_500_000
+    assert settings.park_us == 2_000_000
+    assert settings.publish_us == 3_000_000
+    assert settings.republish_us == 4_000_000
+    assert settings.lock_ms == 250
+
+
+def test_no_lock_time_is_so_short_that_it_means_for_ever() -> None:
+    assert read(database_url=URL, lock_seconds=0.0001).lock_ms == 1
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        read(database_url=URL).root = "other"  # type: ignore[misc]
