@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest
 from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, continuations, outbox, parked, reservations
 
-__all__ = ["Swept", "admit", "admit_parked", "count_refusal", "enqueue", "retry"]
+__all__ = ["admit", "admit_parked", "count_refusal", "enqueue", "retry"]
 
 
 def admit(
@@ -34,18 +34,19 @@ def admit(
     :param delivered: a worker has the message already; it is kept, not published.
     :raises UnknownBudget, RequestConflict, StoreError: nothing was changed.
     """
+    delivered_us = settings.republish_us if delivered else None
     if continuation:
         return store.wait_out(
             stop,
             continuations.reserve_or_park,
             request,
             message,
-            delivered=delivered,
+            delivered_us=delivered_us,
             lock_ms=settings.lock_ms,
             park_us=settings.park_us,
         )
     return store.run_statement(
-        reservations.reserve, request, message, delivered=delivered, lock_ms=settings.lock_ms
+        reservations.reserve, request, message, delivered_us=delivered_us, lock_ms=settings.lock_ms
     )
 
 
@@ -93,25 +94,23 @@ def count_refusal(
     )
 
 
-@dataclass(frozen=True)
-class Swept:
-    """What became of parked work: how much was admitted, and the tasks whose time was over."""
-
-    admitted: int
-    over: tuple[str, ...]
-
-
-def admit_parked(store: Store, settings: Settings, limit: int = 100) -> Swept:
+def admit_parked(
+    store: Store, settings: Settings, ended: Callable[[str, str], None], limit: int = 100
+) -> int:
     """Look at parked work, what waited longest since its last look first, and admit what fits.
 
-    Each in a transaction of its own, so that what is admitted does not wait for the others.
+    Each in a transaction of its own, so that what is admitted does not wait for the others. What
+    waited longer than it may is given up: the result is stored first, so that a crash in between
+    comes back here.
+
+    :param ended: called with the task id and the reason for each that is given up.
+    :return: how much was admitted.
     """
     admitted = 0
-    over: list[str] = []
-    for row in store.run(parked.waiting, settings.root, limit):
+    for row in store.read(parked.waiting, settings.root, limit):
         if row.over:
-            if store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id):
-                over.append(row.task_id)
+            ended(row.task_id, "park_expired")
+            store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id)
         elif store.run(
             continuations.try_parked,
             settings.root,
@@ -120,4 +119,4 @@ def admit_parked(store: Store, settings: Settings, limit: int = 100) -> Swept:
             settings.lock_ms,
         ):
             admitted += 1
-    return Swept(admitted, tuple(over))
+    return admitted

@@ -6,6 +6,8 @@ result backends: the constructor takes exactly the values that end up in ``args`
 
 from __future__ import annotations
 
+import shlex
+
 __all__ = [
     "AttemptLost",
     "BudgetError",
@@ -74,7 +76,7 @@ class UnknownBudget(BudgetError, LookupError):
     def __str__(self) -> str:
         return (
             f"there is no budget named {self.budget!r}; create it with "
-            f"'celery -A PROJ budget set {self.budget} --limit N --unit UNIT'"
+            f"'celery -A PROJ budget set {shlex.quote(self.budget)} --limit N --unit UNIT'"
         )
 
 
@@ -137,7 +139,7 @@ class BudgetExceeded(BudgetError):
         return (
             f"budget {self.budget!r} has {self.available} of {self.limit} {self.unit} available "
             f"({self.reserved} reserved, {self.spent} spent) and {self.requested} were requested; "
-            f"see 'celery -A PROJ budget show {self.budget}'"
+            f"see 'celery -A PROJ budget show {shlex.quote(self.budget)}'"
         )
 
 
@@ -156,7 +158,7 @@ class RequestNotRun(BudgetError):
     def __str__(self) -> str:
         return (
             f"task {self.task_id} was not run: {self.reason}; what it held was given back "
-            f"(see 'celery -A PROJ budget explain {self.task_id}')"
+            f"(see 'celery -A PROJ budget explain {shlex.quote(self.task_id)}')"
         )
 
 
@@ -173,7 +175,7 @@ class AttemptLost(BudgetError):
     def __str__(self) -> str:
         return (
             f"task {self.task_id} was started, its worker went away, and it may not be run again; "
-            f"see 'celery -A PROJ budget explain {self.task_id}'"
+            f"see 'celery -A PROJ budget explain {shlex.quote(self.task_id)}'"
         )
 
 

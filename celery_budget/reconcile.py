@@ -10,7 +10,7 @@ from typing import Any
 
 from celery_budget.core.budgets import Balance
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, reports
+from celery_budget.store import Connection, Store, budgets, reports
 
 __all__ = ["Drift", "Reconciliation", "Report", "Story", "explain", "reconcile", "report"]
 
@@ -101,37 +101,43 @@ class Story:
 
 
 def reconcile(store: Store, settings: Settings) -> Reconciliation:
-    """Check the ledger against itself; each check is one statement and so one snapshot."""
-    root = settings.root
+    """Check the ledger against itself, all of it at one moment."""
+    return store.read(_reconcile, settings.root)
+
+
+def _reconcile(connection: Connection, root: str) -> Reconciliation:
     found = [
         f"budget {row.budget!r} says {row.reserved} reserved and {row.spent} spent, "
         f"its lines add up to {row.lines_reserved} and {row.lines_settled}"
-        for row in store.run(reports.mismatched_balances, root)
+        for row in reports.mismatched_balances(connection, root)
     ]
     found += [
         f"task {row.task_id} is {row.state} and its line on {row.budget!r} holds {row.reserved}, "
         f"used {row.used} and charged {row.settled}"
-        for row in store.run(reports.mismatched_lines, root)
+        for row in reports.mismatched_lines(connection, root)
     ]
     found += [
         f"task {row.task_id} used {row.used} of {row.budget!r} by its line and "
         f"{row.recorded} by its usage records"
-        for row in store.run(reports.mismatched_usage, root)
+        for row in reports.mismatched_usage(connection, root)
     ]
     found += [
         f"task {row.task_id} of {row.owner!r} is {row.state} and nothing will bring it to an end"
-        for row in store.run(reports.unreachable, root)
+        for row in reports.unreachable(connection, root)
     ]
-    return Reconciliation(tuple(found), store.run(reports.open_work, root))
+    return Reconciliation(tuple(found), reports.open_work(connection, root))
 
 
 _STATES = ("reserved", "published", "running", "waiting", "settled", "released", "lost")
 
 
 def report(store: Store, settings: Settings) -> Report:
-    """Gather the report."""
-    root = settings.root
-    raw = store.run(reports.counts, root)
+    """Gather the report, all of it at one moment."""
+    return store.read(_report, settings.root)
+
+
+def _report(connection: Connection, root: str) -> Report:
+    raw = reports.counts(connection, root)
     states = {state: raw.get(f"state_{state}", 0) for state in _STATES}
     flags = {flag: raw[flag] for flag in ("over", "unmetered", "unreserved")}
     counts = {
@@ -150,32 +156,34 @@ def report(store: Store, settings: Settings) -> Report:
             int(row.estimated),
             int(row.actual),
         )
-        for row in store.run(reports.drift, root)
+        for row in reports.drift(connection, root)
     )
-    balances = tuple(store.run(budgets.balances_of, root))
-    return Report(balances, counts, drift, reconcile(store, settings))
+    balances = tuple(budgets.balances_of(connection, root))
+    return Report(balances, counts, drift, _reconcile(connection, root))
 
 
 def explain(store: Store, settings: Settings, some_id: str) -> list[Story]:
     """Return what is known of the requests with this task id, request id or reservation id."""
-    root = settings.root
+    return store.read(_explain, settings.root, some_id)
+
+
+def _explain(connection: Connection, root: str, some_id: str) -> list[Story]:
     stories = []
-    for row in store.run(reports.find_reservations, root, some_id):
-        parts = store.run(reports.story, root, row.reservation_id)
-        reservation = {**_plain(row), "parked": _parked(store, root, row.task_id)}
+    for row in reports.find_reservations(connection, root, some_id):
+        parts = reports.story(connection, root, row.reservation_id)
+        parked = list(map(_plain, reports.find_parked(connection, root, row.task_id)))
         stories.append(
-            Story(reservation, **{name: tuple(map(_plain, rows)) for name, rows in parts.items()})
+            Story(
+                {**_plain(row), "parked": parked},
+                **{name: tuple(map(_plain, rows)) for name, rows in parts.items()},
+            )
         )
     if not stories:
         stories = [
-            Story({**parked, "state": "parked"}, (), (), (), ())
-            for parked in _parked(store, root, some_id)
+            Story({**_plain(row), "state": "parked"}, (), (), (), ())
+            for row in reports.find_parked(connection, root, some_id)
         ]
     return stories
-
-
-def _parked(store: Store, root: str, task_id: str) -> list[dict[str, Any]]:
-    return [_plain(row) for row in store.run(reports.find_parked, root, task_id)]
 
 
 def _plain(row: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Recovered:
 def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
     steps: Counter[str] = Counter()
-    for seen in store.run(attempts.lapsed, settings.root, LIMIT):
+    for seen in store.read(attempts.lapsed, settings.root, LIMIT):
         recover = _recover_running if seen.ended_us is None else _recover_unclosed
         step = _guarded(recover, store, settings, results, seen)
         if step is not None:
@@ -63,7 +63,7 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
                 seen.task_id,
                 step,
             )
-    for silent in store.run(outbox.silent, settings.root, LIMIT):
+    for silent in store.read(outbox.silent, settings.root, LIMIT):
         step = _guarded(_recover_silent, store, settings, results, silent)
         if step is not None:
             steps[step] += 1

@@ -119,18 +119,19 @@ def renew(store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.U
 def worker_lost(
     store: Store, settings: Settings, task_id: str, boot_id: uuid.UUID, may_rerun: bool
 ) -> bool:
-    """Bring an attempt on whose process is known to be gone; tell whether its message comes again.
+    """Bring on a task whose process is known to be gone; tell whether it is not over yet.
 
-    One that ran runs again, or is lost: charged the greater of recorded and estimated. One that
-    had ended, whose result may not have been stored, gives its outcome again. False where Celery's
-    own ending of the task stands.
+    An attempt that ran runs again, or is lost: charged the greater of recorded and estimated. One
+    that had ended, whose result may not have been stored, gives its outcome again. Where none was
+    claimed yet the message comes again. False where Celery's own ending of the task stands.
 
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
     """
     seen = store.run(attempts.open_of, settings.root, task_id, boot_id)
     if seen is None:
-        return False
+        store.run(attempts.unclaimed_lost, settings.root, task_id, may_rerun)
+        return may_rerun
     if seen.ended_us is None:
         again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries
         state = store.run(

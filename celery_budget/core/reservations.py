@@ -4,11 +4,11 @@
 
     reserved -> published -> running <-> waiting
         \\           \\           \\          \\
-         +-> released +-> released +-> settled +-> released
+         +-> released +-> released +-> settled +-> settled
                                    +-> lost
 
-``settled``: it ran to an end. ``released``: it never ran. ``lost``: it ran and its outcome is
-unknown. A terminal state is reached once.
+``settled``: it ran to an end, or ran and will not run again. ``released``: it never ran.
+``lost``: it ran and its outcome is unknown. A terminal state is reached once.
 """
 
 from __future__ import annotations

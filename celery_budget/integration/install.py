@@ -69,7 +69,7 @@ class CeleryBudget:
         :raises SchemaError: where :meth:`init` is due.
         :raises StoreError: where it cannot be reached.
         """
-        self.store.run(migrate.check)
+        self.store.read(migrate.check)
 
     def set(self, name: str, *, limit: int | None, unit: str | None = None) -> None:
         """Create the budget ``name`` or change its limit; what was reserved and spent stays.
@@ -85,11 +85,11 @@ class CeleryBudget:
 
         :raises UnknownBudget: where there is none.
         """
-        return self.store.run(budgets.balance, self.settings.root, name)
+        return self.store.read(budgets.balance, self.settings.root, name)
 
     def balances(self) -> list[Balance]:
         """Return the balances of all budgets, by name."""
-        return self.store.run(budgets.balances_of, self.settings.root)
+        return self.store.read(budgets.balances_of, self.settings.root)
 
     def report(self) -> ledger.Report:
         """Return balances, counts, drift and whether the ledger adds up."""

@@ -59,6 +59,11 @@ class RelayService:
         for thread in threads:
             thread.join(STOP_SECONDS)
 
+    @property
+    def alive(self) -> bool:
+        """Whether both threads run."""
+        return bool(self._threads) and all(thread.is_alive() for thread in self._threads)
+
     def _relay(self) -> None:
         budget = self._budget
         publisher = KombuPublisher(budget.app)
@@ -80,7 +85,5 @@ class RelayService:
 def sweep(budget: CeleryBudget) -> None:
     """Run every periodic step once: parked work, then recovery."""
     results = BackendResults(budget.app)
-    swept = admission.admit_parked(budget.store, budget.settings)
-    for task_id in swept.over:
-        results.ended(task_id, "park_expired")
+    admission.admit_parked(budget.store, budget.settings, results.ended)
     recovery.run_once(budget.store, budget.settings, results)

@@ -156,12 +156,21 @@ class BudgetRequest(Request):
             self._worker_lost(may_rerun=False)
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
-    @_safe
     def _worker_lost(self, may_rerun: bool) -> bool:
+        """Tell the ledger; return whether the task is not over, so that Celery stores nothing.
+
+        Where the ledger cannot be told it is not over either: recovery decides once it can be.
+        """
         budget = find_installed(self.app)
-        return budget is not None and settlement.worker_lost(
-            budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun
-        )
+        if budget is None:
+            return False
+        try:
+            return settlement.worker_lost(
+                budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun
+            )
+        except Exception:
+            logger.exception("the ledger could not be told that a worker was lost")
+            return may_rerun
 
 
 @signals.task_success.connect

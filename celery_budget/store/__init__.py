@@ -5,6 +5,8 @@ that at the edges. Locks are taken in one order everywhere: reservations by id, 
 (root, budget, window, stripe), then the rows that belong to a reservation (outbox, parked).
 """
 
+from sqlalchemy.engine import Connection
+
 from celery_budget.store.engine import Store
 
-__all__ = ["Store"]
+__all__ = ["Connection", "Store"]

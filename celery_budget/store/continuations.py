@@ -36,13 +36,13 @@ def reserve_or_park(
     request: ReserveRequest,
     message: WireMessage,
     *,
-    delivered: bool,
+    delivered_us: int | None,
     lock_ms: int,
     park_us: int,
 ) -> Reserved | AlreadyReserved | Parked:
     """Admit a continuation, or park it; a repeat changes nothing. Locks as :func:`reserve`."""
     admitted = reserve(
-        connection, request, message, delivered=delivered, note_refusal=False, lock_ms=lock_ms
+        connection, request, message, delivered_us=delivered_us, note_refusal=False, lock_ms=lock_ms
     )
     if isinstance(admitted, Refused):
         return Parked(parked.park(connection, request, message, park_us))

@@ -33,6 +33,9 @@ TRIES = 4
 FIRST_WAIT_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 5.0
 
+#: Marks a connection whose transaction only reads.
+_READ = "budget_read"
+
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
@@ -83,6 +86,15 @@ class Store:
             yield connection
 
     @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """Open one read-only transaction that sees one moment; it locks nothing."""
+        options: dict[str, Any] = {_READ: True}
+        if self.dialect == "postgresql":
+            options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        with self._translated(), self._engine.connect() as connection:
+            yield connection.execution_options(**options)
+
+    @contextmanager
     def statement(self) -> Iterator[Connection]:
         """Open a connection on which each statement is its own transaction.
 
@@ -109,6 +121,12 @@ class Store:
     ) -> R:
         """As :meth:`run`, for a function that executes one statement: saves two round trips."""
         return self._retry(self.statement, TRIES, None, function, *args, **kwargs)
+
+    def read(
+        self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """As :meth:`run`, for a function that only reads: all it reads is of one moment."""
+        return self._retry(self.snapshot, TRIES, None, function, *args, **kwargs)
 
     def wait_out(
         self,
@@ -205,7 +223,8 @@ def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         # Take the write lock first: a transaction that reads and then writes could not wait.
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        read_only = connection.get_execution_options().get(_READ)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
 def _translate(error: exc.DBAPIError) -> StoreError | SchemaError:

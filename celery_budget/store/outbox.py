@@ -61,9 +61,14 @@ def enqueue(
     parent_id: uuid.UUID | None = None,
     retries: int = 0,
     after_attempt: int | None = None,
+    delivered_us: int | None = None,
 ) -> bool:
-    """Write a message; false where the reservation's attempt, or the parent, has it already."""
-    published = state == "published"
+    """Write a message; false where the reservation's attempt, or the parent, has it already.
+
+    :param delivered_us: a worker has it already: it counts as published and is looked at again
+        after this time.
+    """
+    delivered = delivered_us is not None
     return insert_new(
         connection,
         outbox,
@@ -74,14 +79,14 @@ def enqueue(
         task_id=message.task_id,
         task_name=message.task_name,
         retries=retries,
-        state=state,
+        state="published" if delivered else state,
         after_attempt=after_attempt,
-        due_us=message.due_us,
+        due_us=message.due_us if delivered_us is None else now_us() + delivered_us,
         expires_us=message.expires_us,
-        publishes=int(published),
+        publishes=int(delivered),
         failures=0,
         created_us=now_us(),
-        published_us=now_us() if published else None,
+        published_us=now_us() if delivered else None,
         queue=message.queue,
         body=message.body,
         envelope=message.envelope,

@@ -14,7 +14,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Line, ReserveRequest
 from celery_budget.store.insert import insert_new
-from celery_budget.store.schema import now_us, parked
+from celery_budget.store.schema import now_us, parked, reservations
 
 __all__ = [
     "lock_parked",
@@ -53,6 +53,7 @@ def park(
         after_attempt=after_attempt,
         owner=request.owner,
         task_id=request.task_id,
+        request_id=request.request_id,
         nesting=request.nesting,
         retries=request.retries,
         request=_written(request),
@@ -81,17 +82,28 @@ def park(
 
 
 def waiting(connection: Connection, root: str, limit: int) -> list[sa.Row[Any]]:
-    """Return parked work, what was looked at longest ago first. Locks nothing."""
+    """Return parked work, what was looked at longest ago first. Locks nothing.
+
+    ``over`` where its time has passed, unless the attempt it follows still runs.
+    """
     return list(
         connection.execute(
             sa.select(
                 parked.c.parked_id,
                 parked.c.reservation_id,
                 parked.c.task_id,
-                (
+                sa.and_(
                     (parked.c.deadline_us <= now_us())
-                    | sa.func.coalesce(parked.c.expires_us <= now_us(), sa.false())
+                    | sa.func.coalesce(parked.c.expires_us <= now_us(), sa.false()),
+                    sa.func.coalesce(reservations.c.state, "") != "running",
                 ).label("over"),
+            )
+            .outerjoin(
+                reservations,
+                sa.and_(
+                    reservations.c.root == parked.c.root,
+                    reservations.c.reservation_id == parked.c.reservation_id,
+                ),
             )
             .where(parked.c.root == root)
             .order_by(parked.c.checked_us, parked.c.parked_id)

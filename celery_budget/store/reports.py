@@ -263,8 +263,8 @@ def _as_uuid(text: str) -> uuid.UUID | None:
         return None
 
 
-def find_parked(connection: Connection, root: str, task_id: str) -> Rows:
-    """Return the parked work of this task id."""
+def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
+    """Return the parked work of this task id or request id."""
     return list(
         connection.execute(
             sa.select(
@@ -274,16 +274,23 @@ def find_parked(connection: Connection, root: str, task_id: str) -> Rows:
                 parked.c.created_us,
                 parked.c.deadline_us,
                 parked.c.retries,
-            ).where(parked.c.root == root, parked.c.task_id == task_id)
+            ).where(
+                parked.c.root == root,
+                sa.or_(parked.c.task_id == some_id, parked.c.request_id == some_id),
+            )
         )
     )
+
+
+#: What tells nothing to people, or belongs to the store alone.
+_INTERNAL = ("body", "envelope", "payload", "root", "stripe", "claim_id", "boot_id")
 
 
 def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:
     """Return everything that belongs to one reservation: lines, messages, attempts, usage."""
 
     def rows(table: sa.Table, *order: str) -> Rows:
-        columns = [c for c in table.c if c.name not in ("body", "envelope", "payload", "root")]
+        columns = [column for column in table.c if column.name not in _INTERNAL]
         return list(
             connection.execute(
                 sa.select(*columns)

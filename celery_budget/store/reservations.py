@@ -33,7 +33,7 @@ def reserve(
     request: ReserveRequest,
     message: WireMessage,
     *,
-    delivered: bool = False,
+    delivered_us: int | None = None,
     note_refusal: bool = True,
     lock_ms: int = 5000,
 ) -> Reserved | AlreadyReserved | Refused:
@@ -43,16 +43,16 @@ def reserve(
     (budget, window, stripe). Of two calls with one key the second waits and finds the first. What
     does not fit by one snapshot is refused without a lock; what fits it is decided behind the lock.
 
-    :param delivered: the message is with a worker already and is not to be published.
+    :param delivered_us: the message is with a worker already; it is not to be published, unless
+        that worker has not claimed it after this time.
     :param note_refusal: count a refusal in the reports.
     :raises UnknownBudget: where a budget does not exist.
     :raises RequestConflict: where the request's id is in use for another request.
     """
-    state = "published" if delivered else "due"
     if connection.dialect.name == "postgresql":
-        row = _reserve_postgresql(connection, request, message, state, note_refusal, lock_ms)
+        row = _reserve_postgresql(connection, request, message, delivered_us, note_refusal, lock_ms)
     else:
-        row = _reserve_sqlite(connection, request, message, state, note_refusal)
+        row = _reserve_sqlite(connection, request, message, delivered_us, note_refusal)
     if row["outcome"] == "unknown":
         raise UnknownBudget(row["budget"])
     if row["outcome"] == "refused":
@@ -76,7 +76,8 @@ _RESERVE = sa.text(
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:parent_id AS uuid), :retries, :unreserved,"
     " CAST(:budgets AS text[]), CAST(:amounts AS bigint[]), CAST(:charges AS text[]),"
-    " :outbox_id, :state, CAST(:due_us AS bigint), CAST(:expires_us AS bigint), :queue,"
+    " :outbox_id, :state, CAST(:again_us AS bigint), CAST(:due_us AS bigint),"
+    " CAST(:expires_us AS bigint), :queue,"
     " :body, :envelope, :note, :lock_ms)"
 )
 
@@ -85,7 +86,7 @@ def _reserve_postgresql(
     connection: Connection,
     request: ReserveRequest,
     message: WireMessage,
-    state: str,
+    delivered_us: int | None,
     note: bool,
     lock_ms: int,
 ) -> Mapping[str, Any]:
@@ -97,7 +98,8 @@ def _reserve_postgresql(
             "amounts": [line.amount for line in request.lines],
             "charges": [line.charge for line in request.lines],
             "outbox_id": new_id(),
-            "state": state,
+            "state": "due" if delivered_us is None else "published",
+            "again_us": delivered_us,
             "due_us": message.due_us,
             "expires_us": message.expires_us,
             "queue": message.queue,
@@ -111,7 +113,11 @@ def _reserve_postgresql(
 
 
 def _reserve_sqlite(
-    connection: Connection, request: ReserveRequest, message: WireMessage, state: str, note: bool
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    delivered_us: int | None,
+    note: bool,
 ) -> Mapping[str, Any]:
     """Do the same under SQLite's one write lock, which :class:`Store` has taken."""
     existing = connection.execute(
@@ -148,7 +154,7 @@ def _reserve_sqlite(
     connection.execute(
         reservations.insert().values(
             **_columns(request),
-            state="published" if state == "published" else "reserved",
+            state="reserved" if delivered_us is None else "published",
             attempts=0,
             deliveries=0,
             unmetered=False,
@@ -186,7 +192,7 @@ def _reserve_sqlite(
         connection,
         request.root,
         message,
-        state=state,
+        delivered_us=delivered_us,
         reservation_id=request.reservation_id,
         retries=request.retries,
     )

@@ -263,6 +263,7 @@ parked = Table(
     Column("after_attempt", Integer),
     Column("owner", String(255), nullable=False),
     Column("task_id", Text, nullable=False),
+    Column("request_id", Text, nullable=False),
     Column("nesting", Integer, nullable=False),
     Column("retries", Integer, nullable=False),
     # The request, in JSON.

@@ -27,7 +27,7 @@ def record(
     key: str,
     amount: int,
 ) -> bool:
-    """Record ``amount`` under ``key``; false, and nothing changed, where the key is there already.
+    """Record ``amount`` under ``key``; false, and nothing added, where the key is there already.
 
     Locks the reservation, which only its own attempts use. A balance is locked only where the
     total passes the hold (the excess is added to it at once, over the limit if need be, and
@@ -51,6 +51,17 @@ def record(
         recorded_us=now_us(),
     )
     if not inserted:
+        # The same reply in a later attempt: that one is metered, by what is there already.
+        connection.execute(
+            usage.update()
+            .where(
+                usage.c.root == root,
+                usage.c.reservation_id == reservation_id,
+                usage.c.key == key,
+                usage.c.attempt < attempt,
+            )
+            .values(attempt=attempt)
+        )
         return False
     over = False
     for line in lines_of(connection, root, reservation_id):

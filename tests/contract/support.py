@@ -54,6 +54,14 @@ class Broker:
         self.resets += 1
 
 
+@dataclass(frozen=True)
+class Swept:
+    """What became of parked work: how much was admitted, and whose time was over."""
+
+    admitted: int
+    over: tuple[str, ...]
+
+
 @dataclass
 class Ledger:
     """A migrated store under a root of its own.
@@ -156,8 +164,12 @@ class Ledger:
     def recover(self) -> recovery.Recovered:
         return recovery.run_once(self.store, self.settings, self.results)
 
-    def sweep(self) -> admission.Swept:
-        return admission.admit_parked(self.store, self.settings)
+    def sweep(self) -> Swept:
+        over: list[str] = []
+        admitted = admission.admit_parked(
+            self.store, self.settings, lambda task_id, reason: over.append(task_id)
+        )
+        return Swept(admitted, tuple(over))
 
     def balance(self, name: str = "b") -> tuple[int, int]:
         """What is reserved and what is spent of a budget."""

@@ -10,7 +10,7 @@ from celery_budget import settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Reserved, ReserveRequest
 from celery_budget.errors import RequestConflict, UnknownBudget
-from tests.contract.support import RETRIED, RETURNED, Ledger
+from tests.contract.support import RETRIED, RETURNED, Ledger, Swept
 
 
 def park(ledger: Ledger, amount: int = 10, **changes: object) -> ReserveRequest:
@@ -131,7 +131,7 @@ def test_work_whose_id_is_taken_meanwhile_waits_until_it_is_over(funded: Ledger)
     request = park(funded)
     funded.set("b", 100)
     funded.reserve(10, task_id=request.task_id, fingerprint="1:other")
-    assert funded.sweep() == funded.sweep().__class__(0, ())
+    assert funded.sweep() == Swept(0, ())
     funded.put("parked", {"deadline_us": 1})
     assert funded.sweep().over == (request.task_id,)
 

@@ -135,3 +135,18 @@ def test_usage_of_an_unknown_request_is_an_error(funded: Ledger) -> None:
     attempt.root = "elsewhere"
     with pytest.raises(LookupError):
         attempt.record(1)
+
+
+def test_a_key_recorded_again_by_a_later_attempt_meters_that_one(funded: Ledger) -> None:
+    """The provider gave the same reply again: it is neither billed twice nor unmetered."""
+    request, attempt = funded.start(40)
+    assert attempt.record(30, key="reply")
+    funded.lapse(request)
+    assert funded.recover().rerun == 1
+    funded.relay()
+    again = funded.run(request)
+    assert not again.record(30, key="reply")
+    again.end(RETURNED)
+    row = funded.row(request)
+    assert (row.state, row.unmetered) == ("settled", False)
+    assert funded.balance() == (0, 30)

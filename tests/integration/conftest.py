@@ -86,6 +86,11 @@ def cluster(
     yield cluster
     # Results say goodbye to their backend when they go: while it is still there.
     gc.collect()
+    from celery.result import AsyncResult
+
+    for o in gc.get_objects():
+        if issubclass(type(o), AsyncResult):
+            print("ALIVE", o.id, o.backend, [(type(r), str(r)[:300]) for r in gc.get_referrers(o)])
     cluster.stop()
 
 

@@ -178,6 +178,7 @@ def upgrade() -> None:
         sa.Column("after_attempt", sa.Integer),
         sa.Column("owner", sa.String(255), nullable=False),
         sa.Column("task_id", sa.Text, nullable=False),
+        sa.Column("request_id", sa.Text, nullable=False),
         sa.Column("nesting", sa.Integer, nullable=False),
         sa.Column("retries", sa.Integer, nullable=False),
         sa.Column("request", sa.Text, nullable=False),

@@ -9,7 +9,7 @@ CREATE FUNCTION budget_reserve(
     p_task_id text, p_task_name text, p_stage text, p_fingerprint text, p_opaque boolean,
     p_estimator text, p_version text, p_parent uuid, p_retries integer, p_unreserved boolean,
     p_budgets text[], p_amounts bigint[], p_charges text[],
-    p_outbox uuid, p_state text, p_due bigint, p_expires bigint, p_queue text,
+    p_outbox uuid, p_state text, p_again bigint, p_due bigint, p_expires bigint, p_queue text,
     p_body bytea, p_envelope text, p_note boolean, p_lock_ms text
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text,
@@ -110,8 +110,9 @@ BEGIN
         root, outbox_id, reservation_id, parent_id, task_id, task_name, retries, state, due_us,
         expires_us, publishes, failures, created_us, published_us, queue, body, envelope)
     VALUES (
-        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries, p_state, p_due,
-        p_expires, CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
+        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries, p_state,
+        CASE p_state WHEN 'published' THEN v_now + p_again ELSE p_due END, p_expires,
+        CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
         CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope);
     RETURN QUERY SELECT 'reserved', p_reservation, p_task_id, p_fingerprint,
         NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint;
