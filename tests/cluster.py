@@ -188,5 +188,7 @@ class Cluster:
     def stop(self) -> None:
         for process in reversed(self._processes):
             process.terminate()
+        # A result that a test still holds would ask for its server, long gone, when it is freed.
+        getattr(getattr(self.app.backend, "result_consumer", None), "subscribed_to", set()).clear()
         self.app.close()
         self.budget.store.dispose()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
-from celery._state import get_current_worker_task
+from celery._state import _task_stack
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import Admitted
@@ -76,12 +76,13 @@ def attempt_of(request: Any) -> Attempt | None:
 def current_attempt(app: Celery | None = None) -> Attempt | None:
     """Return the attempt of the task that this thread runs; none where it runs none.
 
-    A task called directly by another is part of that one.
+    A task called by another, directly or eagerly, is part of that one.
     """
-    task = get_current_worker_task()
-    if task is None or (app is not None and task.app is not app):
-        return None
-    return attempt_of(task.request)
+    for task in reversed(_task_stack.stack or ()):
+        attempt = attempt_of(task.request)
+        if attempt is not None:
+            return attempt if app is None or task.app is app else None
+    return None
 
 
 @dataclass

@@ -159,6 +159,34 @@ def slow(tenant: str, seconds: float) -> None:
     time.sleep(seconds)
 
 
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.calls")
+def calls(tenant: str) -> list[Any]:
+    """Call another budgeted task directly and eagerly: its usage is this one's."""
+    return [work(1, tenant, used=1), work.apply((2, tenant, 2)).get(disable_sync_subtasks=False)]
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.unwritable")
+def unwritable(tenant: str) -> object:
+    """Return what no serializer takes."""
+    usage.record(2)
+    return object()
+
+
+class Late(Task):
+    """One that records after the call."""
+
+    def on_success(self, *args: Any) -> None:
+        usage.record(3)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.late", base=Late)
+def late(tenant: str) -> None:
+    usage.record(2)
+
+
 class Loud(Task):
     """A class with a call of its own that does not call the next one."""
 

@@ -11,6 +11,7 @@ from celery import _state
 
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.task import BudgetedFunction
+from tests.apps import steps
 from tests.cluster import Cluster
 from tests.integration.support import Shop, make_app
 from tests.integration.tenant import Tenant
@@ -78,19 +79,15 @@ def cluster(
             "budget_database_url": postgres_server.create_database(),
             "budget_lease_seconds": 10,
             "worker_enable_remote_control": True,
-            "imports": ["tests.apps.steps"],
+            "imports": [steps.__name__],
         },
     )
     cluster.worker(concurrency=3)
     cluster.beat()
     yield cluster
-    # Results say goodbye to their backend when they go: while it is still there.
+    # Results unsubscribe from their backend when they go: let them, while it is still there.
+    cluster.app.backend._pending_results.concrete.clear()
     gc.collect()
-    from celery.result import AsyncResult
-
-    for o in gc.get_objects():
-        if issubclass(type(o), AsyncResult):
-            print("ALIVE", o.id, o.backend, [(type(r), str(r)[:300]) for r in gc.get_referrers(o)])
     cluster.stop()
 
 

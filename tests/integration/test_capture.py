@@ -10,12 +10,17 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery, signals, states
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Exchange, Queue, binding
+from kombu.transport.native_delayed_delivery import (
+    bind_queue_to_native_delayed_delivery_exchange,
+    declare_native_delayed_delivery_exchanges_and_queues,
+)
 from redis import Redis
 
 from celery_budget import budgeted
 from celery_budget.integration.context import HEADER
 from celery_budget.store import schema
+from tests.cluster import eventually
 from tests.integration.support import Shop, make_app, received, reservation_of
 
 NAME = "captured.draft"
@@ -25,6 +30,12 @@ QUEUES = [
     Queue("priority", Exchange("priority"), routing_key="p", queue_arguments={"x-max-priority": 9}),
     Queue("topic", Exchange("topic", type="topic"), routing_key="draft.#"),
     Queue("transient", Exchange("transient", delivery_mode=1), routing_key="transient"),
+    Queue(
+        "bound",
+        Exchange("first", type="topic"),
+        routing_key="a.#",
+        bindings=[binding(Exchange("second", type="topic"), "b.#")],
+    ),
 ]
 
 
@@ -114,6 +125,7 @@ CALLS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "link with an id": lambda after: {"link": after.s(1).set(task_id="fixed")},
     "link_error": lambda after: {"link_error": [after.s(), after.si(3)]},
     "retry policy": lambda after: {"retry": True, "retry_policy": {"max_retries": 2}},
+    "bindings": lambda after: {"queue": "bound", "exchange": "second", "routing_key": "b.x"},
     "mandatory": lambda after: {"mandatory": True},
     "message properties": lambda after: {"user_id": "guest", "app_id": "x", "message_id": "m"},
 }
@@ -334,6 +346,72 @@ def test_an_expiration_is_what_is_left_when_it_is_published(shop: Shop, draft: A
     (message,) = shop.received()
     left = NOW + timedelta(hours=1) - datetime.now(timezone.utc)
     assert abs(int(message.properties["expiration"]) - left.total_seconds() * 1000) < 5_000
+
+
+@pytest.mark.parametrize("enable_utc", [True, False])
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York"])
+def test_a_countdown_is_due_by_the_clock_in_every_time_zone(
+    make_shop: Callable[..., Shop], zone: str, enable_utc: bool
+) -> None:
+    shop = make_shop(timezone=zone, enable_utc=enable_utc)
+    draft = budgeted(budget="tenant:{tenant}", estimate=1)(tasks(shop.app)[0])
+    before = datetime.now(timezone.utc).timestamp()
+    draft.apply_async(countdown=60, expires=120)
+    (row,) = shop.rows(schema.outbox)
+    assert 0 <= row.due_us / 1e6 - before - 60 < 5
+    assert row.expires_us is not None
+    assert 0 <= row.expires_us / 1e6 - before - 120 < 5
+
+
+@pytest.mark.rabbitmq
+def test_native_delayed_delivery_is_waited_out_in_the_outbox(
+    make_shop: Callable[..., Shop], rabbitmq_url: str
+) -> None:
+    quorum = Queue(
+        "quorum",
+        Exchange("quorum", type="topic"),
+        routing_key="quorum",
+        queue_arguments={"x-queue-type": "quorum"},
+    )
+    shop = make_shop(broker_url=rabbitmq_url, task_queues=[quorum], task_default_queue="quorum")
+    draft = budgeted(budget="tenant:{tenant}", estimate=1)(tasks(shop.app)[0])
+    with shop.app.connection_for_write() as connection:
+        # As the worker does when it starts.
+        declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+        bound = quorum(connection.default_channel)
+        bound.declare()
+        bind_queue_to_native_delayed_delivery_exchange(connection, bound)
+    result = draft.apply_async(countdown=3600)
+    assert shop.relay().taken == 0
+    shop.make_due()
+    assert shop.relay().published == 1
+    found = eventually(lambda: shop.received("quorum"), what="the message")
+    assert [message.headers["id"] for message in found] == [result.id]
+
+
+@pytest.mark.parametrize("given", ["producer", "connection"])
+def test_a_producer_or_a_connection_of_the_callers_sends_nothing(
+    shop: Shop, draft: Any, given: str
+) -> None:
+    with shop.app.connection_for_write() as connection:
+        options = {
+            "producer": {"producer": shop.app.amqp.Producer(connection, auto_declare=False)},
+            "connection": {"connection": connection},
+        }[given]
+        draft.apply_async(**options)
+    assert shop.received() == []
+    assert shop.relay().published == 1
+    assert len(shop.received()) == 1
+
+
+def test_eager_tasks_pass_through(make_shop: Callable[..., Shop]) -> None:
+    shop = make_shop(task_always_eager=True)
+    draft = budgeted(budget="tenant:{tenant}", estimate=6)(tasks(shop.app)[0])
+    before = shop.ledger()
+    for _ in range(2):
+        assert draft.apply_async((1,), request_id="r").get() == (1,)
+    assert shop.ledger() == before
+    assert shop.received() == []
 
 
 def test_what_expires_in_the_outbox_is_released_and_revoked(shop: Shop, draft: Any) -> None:

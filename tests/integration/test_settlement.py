@@ -98,6 +98,28 @@ def test_a_success_that_recorded_nothing_is_charged_its_estimate(tenant: Tenant)
     assert flags(tenant, result.id) == ("settled", ["unmetered"])
 
 
+def test_usage_of_a_task_that_is_called_by_another_is_the_callers(tenant: Tenant) -> None:
+    result = tenant.task("calls").delay(tenant.name)
+    assert result.get(timeout=WAIT) == [1, 2]
+    tenant.spent(3)
+    assert flags(tenant, result.id) == ("settled", [])
+
+
+def test_usage_after_the_call_is_charged_on_top(tenant: Tenant) -> None:
+    result = tenant.task("late").delay(tenant.name)
+    result.get(timeout=WAIT)
+    tenant.spent(5)
+    assert [row["late"] for row in tenant.story(result.id).usage] == [False, True]
+
+
+def test_a_value_that_cannot_be_stored_is_a_failure(tenant: Tenant) -> None:
+    result = tenant.task("unwritable").delay(tenant.name)
+    with pytest.raises(Exception, match="serializable"):
+        result.get(timeout=WAIT)
+    tenant.spent(2)
+    assert tenant.outcomes(result.id) == ["raised"]
+
+
 # Ends without a return.
 
 

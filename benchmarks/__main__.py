@@ -1,0 +1,84 @@
+"""``python -m benchmarks``: run them, print a table for each, keep the figures as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks import caller, relaying, working
+from benchmarks.measure import Comparison
+from benchmarks.servers import Servers
+from tests.services.base import ServiceUnavailable
+
+BENCHMARKS = {"caller": caller.run, "relay": relaying.run, "worker": working.run}
+PACKAGES = ("celery-budget", "celery", "kombu", "SQLAlchemy", "psycopg", "redis")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; 1 where a benchmark could not run for want of a server."""
+    options = _parser().parse_args(arguments)
+    names = options.only or list(BENCHMARKS)
+    load = os.getloadavg()[0]
+    print(
+        f"{platform.platform()}, {os.cpu_count()} cores, load {load:.2f} at the start", flush=True
+    )
+    found: list[Comparison] = []
+    missing = False
+    for name in names:
+        begin = time.monotonic()
+        try:
+            with Servers() as servers:
+                comparison = BENCHMARKS[name](servers, options.rounds)
+        except ServiceUnavailable as error:
+            missing = True
+            print(f"\n{name}: skipped: {error}", file=sys.stderr)
+            continue
+        found.append(comparison)
+        print(f"\n{comparison.as_text()}\n\n  took {time.monotonic() - begin:.0f} s", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(_document(load, found), indent=2) + "\n")
+    return int(missing)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only", action="append", choices=[*BENCHMARKS], help="run this one; may be repeated"
+    )
+    parser.add_argument("--rounds", type=_positive, default=10, help="blocks a side (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("give 1 or more")
+    return number
+
+
+def _document(load: float, found: list[Comparison]) -> dict[str, object]:
+    return {
+        "machine": {
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "load_before": load,
+            "load_after": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "benchmarks": [comparison.as_dict() for comparison in found],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

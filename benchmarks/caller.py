@@ -1,0 +1,91 @@
+"""What ``.delay()`` costs its caller, with a budget and without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import psycopg
+
+from benchmarks.application import CONFIRMS, SIZE, TENANT, fund, make_app
+from benchmarks.measure import Comparison, Side, compare
+from benchmarks.servers import Servers
+from celery_budget.integration.context import installed_on
+from tests.services.postgres import plain_url
+
+__all__ = ["run"]
+
+CALLS = 200
+
+REDIS = "plain .delay(), Redis"
+RABBITMQ = "plain .delay(), RabbitMQ with confirms"
+INSERT = "one row of 1.5 KB, psycopg, PostgreSQL"
+
+
+def run(servers: Servers, rounds: int) -> Comparison:
+    """Compare budgeted calls with plain ones, and with the least that a durable write costs."""
+    redis = servers.redis.database_url(0)
+    ledger = servers.postgres.create_database()
+    sides = [
+        _plain(servers, REDIS, broker_url=redis),
+        _plain(
+            servers,
+            RABBITMQ,
+            broker_url=servers.rabbitmq.create_vhost(),
+            broker_transport_options=CONFIRMS,
+        ),
+        Side(INSERT, _timed(_insert(servers, servers.postgres.create_database()))),
+        _budgeted(servers, "budgeted .delay(), PostgreSQL", redis, ledger),
+        _budgeted(
+            servers, "budgeted .delay(), SQLite", redis, f"sqlite:///{servers.folder / 'caller.db'}"
+        ),
+    ]
+    return compare(
+        "caller",
+        "one client's .delay(), in microseconds a call",
+        "us",
+        f"{rounds} rounds of {CALLS} calls a side; one budget; no relay runs beside it; no result "
+        "backend.\nRedis without append-only file, RabbitMQ with durable queue, PostgreSQL with "
+        "fsync, SQLite in WAL mode.",
+        sides,
+        rounds,
+    )
+
+
+def _plain(servers: Servers, name: str, **conf: Any) -> Side:
+    app = servers.enter_context(closing(make_app(**conf)))
+    task = app.tasks["bench.plain"]
+    return Side(name, _timed(lambda: task.delay(SIZE, tenant=TENANT)))
+
+
+def _budgeted(servers: Servers, name: str, broker: str, ledger: str) -> Side:
+    app = servers.enter_context(closing(make_app(broker_url=broker, budget_database_url=ledger)))
+    budget = installed_on(app)
+    servers.callback(budget.store.dispose)
+    fund(budget)
+    task = app.tasks["bench.budgeted"]
+    against = (REDIS, RABBITMQ, INSERT) if ledger.startswith("postgresql") else (REDIS, RABBITMQ)
+    return Side(name, _timed(lambda: task.delay(SIZE, tenant=TENANT)), against)
+
+
+def _insert(servers: Servers, url: str) -> Callable[[], object]:
+    connection = servers.enter_context(psycopg.connect(plain_url(url), autocommit=True))
+    connection.execute(
+        "CREATE TABLE note (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body bytea)"
+    )
+    body = b"x" * 1500
+    return lambda: connection.execute("INSERT INTO note (body) VALUES (%s)", (body,))
+
+
+def _timed(call: Callable[[], object]) -> Callable[[], list[float]]:
+    def block() -> list[float]:
+        samples = []
+        for _ in range(CALLS):
+            begin = time.perf_counter_ns()
+            call()
+            samples.append((time.perf_counter_ns() - begin) / 1000)
+        return samples
+
+    return block

@@ -1,0 +1,117 @@
+"""Sides that are compared, run in turns, and what is said about them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Comparison", "Side", "Spread", "compare"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to do the work.
+
+    :ivar block: does a block of it and returns what was measured: one number or one for each call.
+    :ivar against: names of the sides whose ratio to this one is told.
+    """
+
+    name: str
+    block: Callable[[], Sequence[float]]
+    against: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of some samples."""
+
+    samples: int
+    lower: float
+    median: float
+    upper: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        if len(samples) == 1:
+            return cls(1, samples[0], samples[0], samples[0])
+        return cls(len(samples), *statistics.quantiles(samples, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How ``side`` compares to ``base``: their blocks' medians, divided round by round."""
+
+    side: str
+    base: str
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one benchmark found.
+
+    :ivar unit: of the sides' numbers.
+    :ivar setting: under which circumstances, in a line or two.
+    :ivar blocks: the median of each block, round by round: shows what grows or drifts.
+    """
+
+    name: str
+    title: str
+    unit: str
+    setting: str
+    rounds: int
+    sides: dict[str, Spread]
+    ratios: tuple[Ratio, ...]
+    blocks: dict[str, list[float]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """A table for a terminal."""
+        rows = [(name, spread, ",.0f") for name, spread in self.sides.items()]
+        rows += [(f"{one.side} : {one.base}", one.spread, ".2f") for one in self.ratios]
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"{self.name}: {self.title}", self.setting, ""]
+        lines.append(f"  {'':{width}}  {'median':>8}    quartiles")
+        for number, (name, spread, form) in enumerate(rows):
+            if number == len(self.sides):
+                lines.append("")
+            lines.append(
+                f"  {name:{width}}  {format(spread.median, form):>8}"
+                f"    {format(spread.lower, form)} to {format(spread.upper, form)}"
+            )
+        return "\n".join(lines)
+
+
+def compare(
+    name: str, title: str, unit: str, setting: str, sides: Sequence[Side], rounds: int
+) -> Comparison:
+    """Run ``rounds`` rounds of one block of each side, after one that does not count.
+
+    Each round begins with the next side, so that none always follows the same one: what a block
+    leaves behind (dirty pages, a full log) is paid by all.
+    """
+    samples: dict[str, list[float]] = {side.name: [] for side in sides}
+    blocks: dict[str, list[float]] = {side.name: [] for side in sides}
+    for side in sides:
+        side.block()
+    for number in range(rounds):
+        first = number % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            measured = side.block()
+            samples[side.name].extend(measured)
+            blocks[side.name].append(statistics.median(measured))
+    ratios = tuple(
+        Ratio(side.name, base, Spread.of(_divided(blocks[side.name], blocks[base])))
+        for side in sides
+        for base in side.against
+    )
+    spreads = {key: Spread.of(measured) for key, measured in samples.items()}
+    return Comparison(name, title, unit, setting, rounds, spreads, ratios, blocks)
+
+
+def _divided(side: list[float], base: list[float]) -> list[float]:
+    return [one / other for one, other in zip(side, base, strict=True)]

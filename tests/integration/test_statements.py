@@ -1,0 +1,372 @@
+"""What each operation says to the database: how many statements, in how many transactions.
+
+Counted where the driver sends them, so that a hidden round trip (a ping, a rollback, a session's
+setting) shows as well. The numbers are those of today, not a goal: whoever changes one changes it
+here, for the better or with a reason. How long any of it takes is for ``benchmarks/``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
+
+from celery_budget import admission, budgeted, settlement
+from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved
+from celery_budget.errors import UnknownBudget
+from celery_budget.settings import Settings
+from celery_budget.store import Store, budgets, migrate
+from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
+from tests.integration.support import Shop
+
+
+class Cost(NamedTuple):
+    """What one operation costs.
+
+    :ivar statements: without those that begin and end transactions.
+    :ivar transactions: begun explicitly; a statement outside of them is its own.
+    """
+
+    statements: int
+    transactions: int
+
+
+#: One statement, committed by itself: what admission on PostgreSQL promises.
+ONE_ROUND_TRIP = Cost(1, 0)
+
+#: On PostgreSQL each transaction that writes has one statement more, its lock time-out.
+BASELINE = {
+    "postgresql": {
+        "reserve": ONE_ROUND_TRIP,
+        "reserve from two budgets": ONE_ROUND_TRIP,
+        "refuse": ONE_ROUND_TRIP,
+        "repeat": ONE_ROUND_TRIP,
+        "unknown budget": ONE_ROUND_TRIP,
+        "continue": Cost(2, 1),
+        "park": Cost(3, 1),
+        "enqueue": Cost(2, 1),
+        "relay nothing": Cost(2, 1),
+        "relay": Cost(9, 2),
+        "claim": Cost(6, 1),
+        "claim a running one": Cost(3, 1),
+        "renew three": Cost(2, 1),
+        "record": Cost(5, 1),
+        "record over the hold": Cost(9, 1),
+        "record twice": Cost(4, 1),
+        "write a retry": Cost(9, 1),
+        "end in a retry": Cost(7, 1),
+        "end": Cost(13, 1),
+        "close": Cost(4, 1),
+        "release": Cost(9, 1),
+        "sweep": Cost(5, 4),
+        "balance": Cost(1, 1),
+    },
+    "sqlite": {
+        "reserve": Cost(6, 1),
+        "reserve from two budgets": Cost(9, 1),
+        "refuse": Cost(3, 1),
+        "repeat": Cost(1, 1),
+        "unknown budget": Cost(2, 1),
+        "continue": Cost(6, 1),
+        "park": Cost(3, 1),
+        "enqueue": Cost(1, 1),
+        "relay nothing": Cost(1, 1),
+        "relay": Cost(7, 2),
+        "claim": Cost(5, 1),
+        "claim a running one": Cost(2, 1),
+        "renew three": Cost(1, 1),
+        "record": Cost(4, 1),
+        "record over the hold": Cost(8, 1),
+        "record twice": Cost(3, 1),
+        "write a retry": Cost(8, 1),
+        "end in a retry": Cost(6, 1),
+        "end": Cost(12, 1),
+        "close": Cost(3, 1),
+        "release": Cost(8, 1),
+        "sweep": Cost(4, 4),
+        "balance": Cost(1, 1),
+    },
+}
+
+Expect = Callable[[str], AbstractContextManager[None]]
+
+
+class Wire:
+    """Notes what the database driver sends."""
+
+    def __init__(self, store: Store) -> None:
+        self.said: list[str] = []
+        self.round_trips = 0
+        self._store = store
+        self._connections: list[Any] = []
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        with tempfile.TemporaryFile("w+") as self._log:
+            event.listen(Pool, "checkout", self._checkout)
+            try:
+                # From here on even what comes before a connection is handed out is heard.
+                with self._store.statement():
+                    pass
+                self.said.clear()
+                yield
+            finally:
+                event.remove(Pool, "checkout", self._checkout)
+                for connection in self._connections:
+                    self._leave(connection)
+            self._log.seek(0)
+            text = self._log.read()
+        if self._store.dialect == "postgresql":
+            # libpq's own record: F are the client's messages, B the server's.
+            self.said = re.findall(r'\tF\t\d+\t(?:Query\t "|Parse\t "[^"]*" ")(.*)', text)
+            self.round_trips = text.count("\tReadyForQuery\t")
+
+    @property
+    def cost(self) -> Cost:
+        begun = [one for one in self.said if one.startswith("BEGIN")]
+        ended = [one for one in self.said if one.startswith(("COMMIT", "ROLLBACK"))]
+        assert len(begun) == len(ended), self.said
+        return Cost(len(self.said) - len(begun) - len(ended), len(begun))
+
+    def _checkout(self, connection: Any, record: Any, proxy: Any) -> None:
+        if connection in self._connections:
+            return
+        self._connections.append(connection)
+        if self._store.dialect == "sqlite":
+            connection.set_trace_callback(self.said.append)
+        else:
+            # Preparing what was executed often takes a round trip of its own, once.
+            connection.prepare_threshold = None
+            connection.pgconn.trace(self._log.fileno())
+
+    def _leave(self, connection: Any) -> None:
+        if self._store.dialect == "sqlite":
+            connection.set_trace_callback(None)
+        else:
+            connection.pgconn.untrace()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sqlite",
+        pytest.param(
+            "postgresql",
+            marks=[
+                pytest.mark.postgres,
+                pytest.mark.skipif(sys.platform != "linux", reason="psycopg traces on Linux only"),
+            ],
+        ),
+    ],
+)
+def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A migrated database of each dialect; each test takes a root of its own."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path_factory.mktemp('statements') / 'budget.db'}"
+    else:
+        url = request.getfixturevalue("postgres_server").create_database()
+    store = Store(url)
+    store.run(migrate.upgrade)
+    store.dispose()
+    return url
+
+
+@pytest.fixture
+def ledger(store_url: str) -> Iterator[Ledger]:
+    """A ledger whose budget ``b`` has 100 tokens."""
+    store = Store(store_url)
+    ledger = Ledger(store, Settings(store_url, root=f"root-{uuid4().hex[:12]}"))
+    ledger.set("b", 100)
+    yield ledger
+    store.dispose()
+
+
+@pytest.fixture
+def costs(ledger: Ledger) -> Expect:
+    """Check that what is done inside costs what the baseline says of its name."""
+
+    dialect = ledger.store.dialect
+
+    @contextmanager
+    def expect(name: str) -> Iterator[None]:
+        wire = Wire(ledger.store)
+        with wire.listen():
+            yield
+        assert {name: wire.cost} == {name: BASELINE[dialect].get(name)}, "\n".join(wire.said)
+        if dialect == "postgresql":
+            assert wire.round_trips == len(wire.said)
+
+    return expect
+
+
+def test_a_request_is_reserved(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request()
+    with costs("reserve"):
+        admitted = ledger.admit(request)
+    assert admitted == Reserved(request.reservation_id)
+
+
+def test_a_request_of_two_budgets_is_reserved(ledger: Ledger, costs: Expect) -> None:
+    ledger.set("c", 100)
+    request = ledger.request(10, ("c", 10))
+    with costs("reserve from two budgets"):
+        admitted = ledger.admit(request)
+    assert admitted == Reserved(request.reservation_id)
+
+
+def test_a_request_is_refused(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request(101)
+    with costs("refuse"):
+        admitted = ledger.admit(request)
+    assert isinstance(admitted, Refused)
+
+
+def test_a_request_is_repeated(ledger: Ledger, costs: Expect) -> None:
+    first = ledger.reserve()
+    request = ledger.request(task_id=first.task_id)
+    with costs("repeat"):
+        admitted = ledger.admit(request)
+    assert admitted == AlreadyReserved(first.reservation_id, first.task_id)
+
+
+def test_a_budget_is_unknown(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request(budget="unknown")
+    with costs("unknown budget"), pytest.raises(UnknownBudget):
+        ledger.admit(request)
+
+
+def test_a_continuation_is_reserved(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request()
+    with costs("continue"):
+        admitted = ledger.admit(request, continuation=True)
+    assert admitted == Reserved(request.reservation_id)
+
+
+def test_a_continuation_is_parked(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request(101)
+    with costs("park"):
+        admitted = ledger.admit(request, continuation=True)
+    assert isinstance(admitted, Parked)
+
+
+def test_an_attempt_is_claimed(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.reserve()
+    with costs("claim"):
+        ledger.run(request)
+
+
+def test_a_duplicate_is_turned_away(ledger: Ledger, costs: Expect) -> None:
+    request, _ = ledger.start()
+    with costs("claim a running one"):
+        ledger.deliver(request)
+
+
+def test_leases_are_renewed(ledger: Ledger, costs: Expect) -> None:
+    requests = [ledger.start()[0] for _ in range(3)]
+    with costs("renew three"):
+        renewed = settlement.renew(
+            ledger.store, ledger.settings, [request.task_id for request in requests], BOOT
+        )
+    assert renewed == 3
+
+
+def test_usage_is_recorded(ledger: Ledger, costs: Expect) -> None:
+    _, attempt = ledger.start()
+    with costs("record"):
+        assert attempt.record(3)
+
+
+def test_usage_is_recorded_over_the_hold(ledger: Ledger, costs: Expect) -> None:
+    _, attempt = ledger.start()
+    with costs("record over the hold"):
+        assert attempt.record(11)
+
+
+def test_usage_is_recorded_twice(ledger: Ledger, costs: Expect) -> None:
+    _, attempt = ledger.start()
+    attempt.record(3, key="reply")
+    with costs("record twice"):
+        assert not attempt.record(3, key="reply")
+
+
+@pytest.mark.parametrize("outcome", [RETURNED, RAISED], ids=lambda outcome: str(outcome.kind))
+def test_an_attempt_ends(ledger: Ledger, costs: Expect, outcome: Any) -> None:
+    _, attempt = ledger.start()
+    attempt.record(3)
+    with costs("end"):
+        assert attempt.end(outcome)
+
+
+def test_a_retry_is_written(ledger: Ledger, costs: Expect) -> None:
+    request, attempt = ledger.start()
+    with costs("write a retry"):
+        _, written = ledger.retry(request, attempt)
+    assert written == Reserved(request.reservation_id)
+
+
+def test_an_attempt_ends_in_a_retry(ledger: Ledger, costs: Expect) -> None:
+    request, attempt = ledger.start()
+    ledger.retry(request, attempt)
+    with costs("end in a retry"):
+        assert attempt.end(RETRIED)
+
+
+def test_an_attempt_is_closed(ledger: Ledger, costs: Expect) -> None:
+    _, attempt = ledger.start()
+    attempt.end(RETURNED)
+    with costs("close"):
+        assert attempt.close()
+
+
+def test_a_hold_is_released(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.reserve()
+    with costs("release"):
+        assert settlement.release(ledger.store, ledger.root, request.reservation_id, "revoked")
+
+
+@pytest.mark.parametrize(("count", "name"), [(0, "relay nothing"), (1, "relay"), (20, "relay")])
+def test_messages_are_relayed(ledger: Ledger, costs: Expect, count: int, name: str) -> None:
+    for _ in range(count):
+        ledger.reserve(1)
+    with costs(name):
+        assert ledger.relay().published == count
+
+
+def test_a_message_without_a_budget_is_enqueued(ledger: Ledger, costs: Expect) -> None:
+    message = message_of(ledger.request())
+    with costs("enqueue"):
+        assert admission.enqueue(ledger.store, ledger.settings, message)
+
+
+def test_a_sweep_finds_nothing(ledger: Ledger, costs: Expect) -> None:
+    ledger.start()
+    with costs("sweep"):
+        ledger.sweep()
+        ledger.recover()
+
+
+def test_a_balance_is_read(ledger: Ledger, costs: Expect) -> None:
+    with costs("balance"):
+        ledger.store.read(budgets.balance, ledger.root, "b")
+
+
+def test_delay_is_its_admission_and_nothing_else(
+    ledger: Ledger, store_url: str, make_shop: Callable[..., Shop], costs: Expect
+) -> None:
+    shop = make_shop(budget_database_url=store_url, budget_root=ledger.root)
+
+    @budgeted(budget="b", estimate=7)
+    @shop.app.task(name="shop.draft", shared=False)
+    def draft() -> None: ...
+
+    with costs("reserve"):
+        draft.delay()
+    assert ledger.balance() == (7, 0)
