@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, outbox, reservations
-from celery_budget.store.attempts import REPLAY_LEASES
+from celery_budget.store import Store, attempts, lapses, outbox, reservations
+from celery_budget.store.lapses import REPLAY_LEASES
 
 __all__ = ["Recovered", "Results", "run_once"]
 
@@ -51,7 +51,7 @@ class Recovered:
 def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
     steps: Counter[str] = Counter()
-    for seen in store.read(attempts.lapsed, settings.root, LIMIT):
+    for seen in store.read(lapses.lapsed, settings.root, LIMIT):
         recover = _recover_running if seen.ended_us is None else _recover_unclosed
         step = _guarded(recover, store, settings, results, seen)
         if step is not None:
@@ -87,7 +87,7 @@ def _guarded(
 
 
 def _recover_running(
-    store: Store, settings: Settings, results: Results, seen: attempts.OpenAttempt
+    store: Store, settings: Settings, results: Results, seen: lapses.OpenAttempt
 ) -> str | None:
     """End an attempt whose worker is gone: with Celery's result, run again, or as lost.
 
@@ -102,7 +102,7 @@ def _recover_running(
         # First the result, then the ledger: a crash in between finds the result and ends with it.
         results.ended(seen.task_id, "lost")
     state = store.run(
-        attempts.abandon,
+        lapses.abandon,
         settings.root,
         seen.reservation_id,
         seen.attempt,
@@ -115,7 +115,7 @@ def _recover_running(
 
 
 def _recover_unclosed(
-    store: Store, settings: Settings, results: Results, seen: attempts.OpenAttempt
+    store: Store, settings: Settings, results: Results, seen: lapses.OpenAttempt
 ) -> str | None:
     """Have an ended attempt's message published again, so that a worker gives its outcome again.
 
@@ -129,7 +129,7 @@ def _recover_unclosed(
         )
         return "finished" if closed else None
     replaying = store.run(
-        attempts.republish_ended, settings.root, seen, REPLAY_LEASES * settings.lease_us
+        lapses.republish_ended, settings.root, seen, REPLAY_LEASES * settings.lease_us
     )
     return "replayed" if replaying else None
 

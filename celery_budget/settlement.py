@@ -21,8 +21,9 @@ from celery_budget.core.reservations import (
     StoredOutcome,
 )
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, reservations, usage
-from celery_budget.store.attempts import REPLAY_LEASES, Delivery
+from celery_budget.store import Store, attempts, lapses, reservations, usage
+from celery_budget.store.attempts import Delivery
+from celery_budget.store.lapses import REPLAY_LEASES
 
 __all__ = ["Attempt", "Delivery", "claim", "release", "renew", "worker_lost"]
 
@@ -128,14 +129,14 @@ def worker_lost(
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
     """
-    seen = store.run(attempts.open_of, settings.root, task_id, boot_id)
+    seen = store.run(lapses.open_of, settings.root, task_id, boot_id)
     if seen is None:
-        store.run(attempts.unclaimed_lost, settings.root, task_id, may_rerun)
+        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun)
         return may_rerun
     if seen.ended_us is None:
         again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries
         state = store.run(
-            attempts.abandon,
+            lapses.abandon,
             settings.root,
             seen.reservation_id,
             seen.attempt,
@@ -147,7 +148,7 @@ def worker_lost(
         return state == "waiting"
     if may_rerun and seen.replayable and seen.replays < settings.max_deliveries:
         return store.run(
-            attempts.republish_ended,
+            lapses.republish_ended,
             settings.root,
             seen,
             REPLAY_LEASES * settings.lease_us,

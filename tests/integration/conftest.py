@@ -25,11 +25,14 @@ def _celery_state() -> Iterator[None]:
     finalizers = set(_state._on_app_finalizers)
     made = list(BudgetedFunction.made)
     current, default = _state._tls.current_app, _state.default_app
-    apps = list(_state._get_active_apps())
+    tasks = {app: set(app._tasks) for app in list(_state._get_active_apps())}
     yield
     for app in list(_state._get_active_apps()):
-        if app not in apps:
+        if app not in tasks:
             _state._deregister_app(app)
+        elif tasks[app]:
+            for name in set(app._tasks) - tasks[app]:
+                del app._tasks[name]
     _state._on_app_finalizers.intersection_update(finalizers)
     BudgetedFunction.made[:] = made
     _state._tls.current_app, _state.default_app = current, default

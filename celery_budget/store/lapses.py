@@ -1,0 +1,229 @@
+"""Attempts whose worker is gone, or seems to be: found, ended, run again, or given again.
+
+What is found is looked at again behind the lock of its reservation before it is changed. A worker
+that was only slow finds its fence gone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.reservations import CLAIMABLE, Outcome
+from celery_budget.store import outbox, usage
+from celery_budget.store.attempts import (
+    NOBODY,
+    attempt_key,
+    follow,
+    owned,
+    set_reservation,
+    write_end,
+)
+from celery_budget.store.continuations import again_request, next_attempt
+from celery_budget.store.reservations import finish, lines_of, lock, release
+from celery_budget.store.schema import attempts, now_us, reservations
+
+__all__ = [
+    "REPLAY_LEASES",
+    "OpenAttempt",
+    "abandon",
+    "lapsed",
+    "open_of",
+    "republish_ended",
+    "unclaimed_lost",
+]
+
+#: A replay may take this many leases before the message is published once more.
+REPLAY_LEASES = 2
+
+
+@dataclass(frozen=True)
+class OpenAttempt:
+    """An attempt that was not closed when it was looked at.
+
+    :ivar ended_us: when its call ended; none while it runs.
+    :ivar replayable: whether its outcome was kept and can be given again.
+    """
+
+    reservation_id: uuid.UUID
+    attempt: int
+    claim_id: uuid.UUID
+    retries: int
+    late_ack: bool
+    ended_us: int | None
+    outcome: str | None
+    replayable: bool
+    replays: int
+    task_id: str
+    task_name: str
+    deliveries: int
+
+
+def open_of(
+    connection: Connection, root: str, task_id: str, boot_id: uuid.UUID
+) -> OpenAttempt | None:
+    """Return the open attempt of a task that this worker claimed; none where it has none."""
+    row = connection.execute(
+        _select_open().where(
+            attempts.c.root == root,
+            reservations.c.task_id == task_id,
+            attempts.c.boot_id == boot_id,
+            attempts.c.lease_until_us.is_not(None),
+        )
+    ).first()
+    return None if row is None else OpenAttempt(**row._mapping)
+
+
+def unclaimed_lost(connection: Connection, root: str, task_id: str, again: bool) -> None:
+    """Bring on a request whose worker process died before it claimed the attempt.
+
+    Locks its reservation, then its message. With ``again`` the message is published anew,
+    otherwise the hold is given back. Nothing is done where it runs elsewhere or has ended.
+    """
+    found = connection.execute(
+        sa.select(reservations.c.reservation_id).where(
+            reservations.c.root == root,
+            reservations.c.task_id == task_id,
+            reservations.c.ended_us.is_(None),
+        )
+    ).scalar()
+    row = None if found is None else lock(connection, root, found)
+    if row is None or row.state not in CLAIMABLE:
+        return
+    if again:
+        outbox.make_due(connection, root, row.reservation_id, row.retries)
+    else:
+        release(connection, root, row.reservation_id, "worker_lost")
+
+
+def lapsed(connection: Connection, root: str, limit: int) -> list[OpenAttempt]:
+    """Return open attempts whose lease is over, longest first. Locks nothing."""
+    rows = connection.execute(
+        _select_open()
+        .where(attempts.c.root == root, attempts.c.lease_until_us <= now_us())
+        .order_by(attempts.c.lease_until_us)
+        .limit(limit)
+    )
+    return [OpenAttempt(**row._mapping) for row in rows]
+
+
+def _select_open() -> sa.Select[Any]:
+    return sa.select(
+        attempts.c.reservation_id,
+        attempts.c.attempt,
+        attempts.c.claim_id,
+        attempts.c.retries,
+        attempts.c.late_ack,
+        attempts.c.ended_us,
+        attempts.c.outcome,
+        attempts.c.payload.is_not(None).label("replayable"),
+        attempts.c.replays,
+        reservations.c.task_id,
+        reservations.c.task_name,
+        reservations.c.deliveries,
+    ).join(
+        reservations,
+        sa.and_(
+            reservations.c.root == attempts.c.root,
+            reservations.c.reservation_id == attempts.c.reservation_id,
+        ),
+    )
+
+
+def republish_ended(
+    connection: Connection,
+    root: str,
+    seen: OpenAttempt,
+    wait_us: int,
+    *,
+    only_lapsed: bool = True,
+) -> bool:
+    """Publish an ended attempt's message again and give its replay ``wait_us``.
+
+    The lease is nobody's from here on, so that the first delivery gets it; a worker that was only
+    slow may still close. Locks the reservation; false where the attempt was closed, replayed or
+    (unless its process is known to be gone) renewed since it was ``seen``.
+    """
+    lock(connection, root, seen.reservation_id)
+    extended = connection.execute(
+        attempts.update()
+        .where(
+            attempt_key(root, seen.reservation_id, seen.attempt),
+            attempts.c.claim_id == seen.claim_id,
+            attempts.c.lease_until_us.is_not(None),
+            attempts.c.lease_until_us <= now_us() if only_lapsed else sa.true(),
+        )
+        .values(boot_id=NOBODY, lease_until_us=now_us() + wait_us, replays=attempts.c.replays + 1)
+    ).rowcount
+    if extended:
+        outbox.make_due(connection, root, seen.reservation_id, seen.retries)
+    return bool(extended)
+
+
+def abandon(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    attempt: int,
+    claim_id: uuid.UUID,
+    *,
+    again: bool,
+    park_us: int,
+    ready: str | None = None,
+    only_lapsed: bool = True,
+) -> str | None:
+    """End a running attempt whose outcome is not known; return the state reached.
+
+    None where it has ended or was renewed in the meantime. Locks the reservation, then its
+    balances.
+
+    :param again: have it run again: the reservation waits, what this attempt recorded stays
+        recorded. Otherwise it is lost and flagged: the greater of recorded and estimated is charged
+        on top of what earlier attempts used.
+    :param park_us: how long it may wait where it does not fit again on top of what it used.
+    :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
+        with it, charged like a lost one unless something was recorded.
+    :param only_lapsed: leave it alone while its lease is valid.
+    """
+    row = owned(connection, root, reservation_id, attempt, claim_id)
+    if row is None:
+        return None
+    if only_lapsed:
+        over = connection.execute(
+            sa.select(attempts.c.attempt).where(
+                attempt_key(root, reservation_id, attempt), attempts.c.lease_until_us <= now_us()
+            )
+        ).first()
+        if over is None:
+            return None
+    uncertain = Outcome(ready or "uncertain")
+    write_end(connection, root, reservation_id, attempt, uncertain, is_open=False)
+    if again and ready is None:
+        retries = follow(connection, root, reservation_id, attempt)
+        if retries is not None:
+            # A retry that the attempt had written already takes over.
+            set_reservation(
+                connection, root, reservation_id, state="waiting", retries=retries, deliveries=0
+            )
+            return "waiting"
+        message = outbox.take(connection, root, reservation_id, row.retries)
+        if message is not None:
+            set_reservation(connection, root, reservation_id, state="waiting")
+            next_attempt(
+                connection, again_request(connection, row), message, attempt, False, park_us
+            )
+            return "waiting"
+    recorded = usage.recorded(connection, root, reservation_id, attempt)
+    state = "settled" if ready else "lost"
+    missing = ready is None or recorded is None
+    charges = {
+        line.line: line.used + (max(0, line.estimate - (recorded or 0)) if missing else 0)
+        for line in lines_of(connection, root, reservation_id)
+    }
+    finish(connection, root, row, state, charges, unmetered=recorded is None)
+    outbox.drop(connection, root, reservation_id)
+    return state
