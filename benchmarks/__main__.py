@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import caller, relaying, working
-from benchmarks.measure import Comparison
+from benchmarks.measure import Comparison, Effort
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
 
@@ -25,17 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; 1 where a benchmark could not run for want of a server."""
     options = _parser().parse_args(arguments)
     names = options.only or list(BENCHMARKS)
-    load = os.getloadavg()[0]
-    print(
-        f"{platform.platform()}, {os.cpu_count()} cores, load {load:.2f} at the start", flush=True
-    )
+    effort = Effort(options.rounds, options.seconds)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    print(f"{platform.platform()}, {cores} cores, load {load:.2f} at the start", flush=True)
+    if load > cores / 2:
+        print(
+            "The machine is busy: trust the ratios and their spread, not the medians.", flush=True
+        )
     found: list[Comparison] = []
     missing = False
     for name in names:
         begin = time.monotonic()
         try:
             with Servers() as servers:
-                comparison = BENCHMARKS[name](servers, options.rounds)
+                comparison = BENCHMARKS[name](servers, effort)
         except ServiceUnavailable as error:
             missing = True
             print(f"\n{name}: skipped: {error}", file=sys.stderr)
@@ -52,7 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", choices=[*BENCHMARKS], help="run this one; may be repeated"
     )
-    parser.add_argument("--rounds", type=_positive, default=10, help="blocks a side (default: 10)")
+    parser.add_argument(
+        "--rounds", type=_positive, default=10, help="blocks of each side (default: 10)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_positive,
+        default=40,
+        help="no new round of a benchmark after so many (default: 40)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser
 

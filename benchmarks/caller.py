@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from benchmarks.application import CONFIRMS, SIZE, TENANT, fund, make_app
-from benchmarks.measure import Comparison, Side, compare
+from benchmarks.measure import Comparison, Effort, Side, compare
 from benchmarks.servers import Servers
 from celery_budget.integration.context import installed_on
 from tests.services.postgres import plain_url
@@ -24,7 +24,7 @@ RABBITMQ = "plain .delay(), RabbitMQ with confirms"
 INSERT = "one row of 1.5 KB, psycopg, PostgreSQL"
 
 
-def run(servers: Servers, rounds: int) -> Comparison:
+def run(servers: Servers, effort: Effort) -> Comparison:
     """Compare budgeted calls with plain ones, and with the least that a durable write costs."""
     redis = servers.redis.database_url(0)
     ledger = servers.postgres.create_database()
@@ -46,11 +46,11 @@ def run(servers: Servers, rounds: int) -> Comparison:
         "caller",
         "one client's .delay(), in microseconds a call",
         "us",
-        f"{rounds} rounds of {CALLS} calls a side; one budget; no relay runs beside it; no result "
+        f"{CALLS} calls a side; one budget; no relay runs beside it; no result "
         "backend.\nRedis without append-only file, RabbitMQ with durable queue, PostgreSQL with "
         "fsync, SQLite in WAL mode.",
         sides,
-        rounds,
+        effort,
     )
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Comparison", "Side", "Spread", "compare"]
+__all__ = ["Comparison", "Effort", "Side", "Spread", "compare"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is run: at most ``rounds``, and no new one after ``seconds``."""
+
+    rounds: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class Comparison:
     """What one benchmark found.
 
     :ivar unit: of the sides' numbers.
-    :ivar setting: under which circumstances, in a line or two.
+    :ivar setting: what a block of a side is, and under which circumstances.
     :ivar blocks: the median of each block, round by round: shows what grows or drifts.
     """
 
@@ -74,7 +84,7 @@ class Comparison:
         rows = [(name, spread, ",.0f") for name, spread in self.sides.items()]
         rows += [(f"{one.side} : {one.base}", one.spread, ".2f") for one in self.ratios]
         width = max(len(name) for name, _, _ in rows)
-        lines = [f"{self.name}: {self.title}", self.setting, ""]
+        lines = [f"{self.name}: {self.title}", f"{self.rounds} rounds of {self.setting}", ""]
         lines.append(f"  {'':{width}}  {'median':>8}    quartiles")
         for number, (name, spread, form) in enumerate(rows):
             if number == len(self.sides):
@@ -87,23 +97,26 @@ class Comparison:
 
 
 def compare(
-    name: str, title: str, unit: str, setting: str, sides: Sequence[Side], rounds: int
+    name: str, title: str, unit: str, setting: str, sides: Sequence[Side], effort: Effort
 ) -> Comparison:
-    """Run ``rounds`` rounds of one block of each side, after one that does not count.
+    """Run rounds of one block of each side, after one that does not count.
 
-    Each round begins with the next side, so that none always follows the same one: what a block
-    leaves behind (dirty pages, a full log) is paid by all.
+    Each round has another order, the same in each run, so that no side always follows the same
+    one: what a block leaves behind (dirty pages, a full log) is paid by all.
     """
+    order = random.Random(1)
+    end = time.monotonic() + effort.seconds
     samples: dict[str, list[float]] = {side.name: [] for side in sides}
     blocks: dict[str, list[float]] = {side.name: [] for side in sides}
     for side in sides:
         side.block()
-    for number in range(rounds):
-        first = number % len(sides)
-        for side in (*sides[first:], *sides[:first]):
+    rounds = 0
+    while rounds == 0 or (rounds < effort.rounds and time.monotonic() < end):
+        for side in order.sample(sides, len(sides)):
             measured = side.block()
             samples[side.name].extend(measured)
             blocks[side.name].append(statistics.median(measured))
+        rounds += 1
     ratios = tuple(
         Ratio(side.name, base, Spread.of(_divided(blocks[side.name], blocks[base])))
         for side in sides

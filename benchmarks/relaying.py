@@ -12,7 +12,7 @@ from celery import Celery
 from kombu import Connection, Producer
 
 from benchmarks.application import CONFIRMS, SIZE, TENANT, fund, make_app
-from benchmarks.measure import Comparison, Side, compare
+from benchmarks.measure import Comparison, Effort, Side, compare
 from benchmarks.servers import Servers
 from celery_budget import relay
 from celery_budget.core.messages import WireMessage
@@ -25,7 +25,7 @@ __all__ = ["drain", "run"]
 MESSAGES = 400
 
 
-def run(servers: Servers, rounds: int) -> Comparison:
+def run(servers: Servers, effort: Effort) -> Comparison:
     """Compare one relay with a bare kombu loop, on Redis and on RabbitMQ."""
     ledger = servers.postgres.create_database()
     sides = [
@@ -42,10 +42,10 @@ def run(servers: Servers, rounds: int) -> Comparison:
         "relay",
         "one process publishing what is ready, in messages a second",
         "1/s",
-        f"{rounds} rounds of {MESSAGES} messages a side; PostgreSQL with fsync; on RabbitMQ one "
+        f"{MESSAGES} messages a side; PostgreSQL with fsync; on RabbitMQ one "
         "confirm for each message on both sides.",
         sides,
-        rounds,
+        effort,
     )
 
 

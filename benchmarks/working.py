@@ -17,7 +17,7 @@ from celery import Celery
 from redis import Redis
 
 from benchmarks.application import MARKS, SIZE, TENANT, fund, make_app
-from benchmarks.measure import Comparison, Side, compare
+from benchmarks.measure import Comparison, Effort, Side, compare
 from benchmarks.relaying import drain
 from benchmarks.servers import Servers
 from celery_budget.integration.context import installed_on
@@ -38,7 +38,7 @@ STOP_SECONDS = 10.0
 STAGE, QUEUE = "stage", "work"
 
 
-def run(servers: Servers, rounds: int) -> Comparison:
+def run(servers: Servers, effort: Effort) -> Comparison:
     """Compare budgeted tasks with a plain one that is acknowledged late, in one worker."""
     conf = {
         "broker_url": servers.redis.database_url(2),
@@ -67,10 +67,10 @@ def run(servers: Servers, rounds: int) -> Comparison:
         "worker",
         "one worker with one pool process, in tasks a second",
         "1/s",
-        f"{rounds} rounds of {PLAIN_TASKS} plain or {BUDGETED_TASKS} budgeted tasks, from a full "
+        f"{PLAIN_TASKS} plain or {BUDGETED_TASKS} budgeted tasks, from a full "
         "queue; Redis, PostgreSQL with fsync, no result backend.",
         sides,
-        rounds,
+        effort,
     )
 
 

@@ -46,7 +46,7 @@ class Process:
 
     def __init__(self, cluster: Cluster, name: str, *arguments: str) -> None:
         self.log = cluster.folder / f"{name}.log"
-        self._cluster = cluster
+        self._asked = False
         self._file = self.log.open("ab")
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "celery", "-A", "tests.apps.shop", *arguments],
@@ -91,14 +91,19 @@ class Process:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
 
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, once: a second one means something else to a worker."""
+        if self.popen.poll() is None and not self._asked:
+            self.popen.send_signal(signal.SIGTERM)
+            self._asked = True
+
     def terminate(self, seconds: float = 30) -> int:
         """Ask it to end; kill it if it does not."""
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGTERM)
-            try:
-                self.popen.wait(seconds)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        self.ask_to_end()
+        try:
+            self.popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
         self._file.close()
         return int(self.popen.returncode)
 
@@ -186,7 +191,9 @@ class Cluster:
         assert self.budget.reconcile().mismatches == ()
 
     def stop(self) -> None:
-        for process in reversed(self._processes):
+        for process in self._processes:
+            process.ask_to_end()
+        for process in self._processes:
             process.terminate()
         # A result that a test still holds would ask for its server, long gone, when it is freed.
         getattr(getattr(self.app.backend, "result_consumer", None), "subscribed_to", set()).clear()

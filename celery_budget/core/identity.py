@@ -23,14 +23,15 @@ _NAMESPACE = uuid.UUID("6d1f7c0e-55f0-5a4c-9a53-0d1c8a1e2b70")
 
 
 def new_id() -> uuid.UUID:
-    """Return a new UUIDv7 (RFC 9562): 48 bits of milliseconds, then 74 random ones.
+    """Return a new UUIDv7: 48 bits of milliseconds, 12 of their fraction, then 62 random ones.
 
-    Ids made later sort later, to the millisecond, which keeps inserts at the end of their index.
+    RFC 9562, section 6.2, method 3. Ids made later sort later, to a quarter of a microsecond:
+    inserts stay at the end of their index, and messages leave in the order they came.
     """
-    value = (time.time_ns() // 1_000_000 & (2**48 - 1)) << 80
-    value |= int.from_bytes(os.urandom(10), "big")
-    value = value & ~(0xF << 76) | 0x7 << 76
-    value = value & ~(0x3 << 62) | 0x2 << 62
+    milliseconds, nanoseconds = divmod(time.time_ns(), 1_000_000)
+    value = (milliseconds & (2**48 - 1)) << 80 | 0x7 << 76
+    value |= (nanoseconds * 4096 // 1_000_000) << 64 | 0x2 << 62
+    value |= int.from_bytes(os.urandom(8), "big") >> 2
     return uuid.UUID(int=value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -69,6 +70,8 @@ def enqueue(
         after this time.
     """
     delivered = delivered_us is not None
+    # What is due at once is due now, not before all that has waited for its time.
+    due: Any = now_us() if message.due_us == 0 else message.due_us
     return insert_new(
         connection,
         outbox,
@@ -81,7 +84,7 @@ def enqueue(
         retries=retries,
         state="published" if delivered else state,
         after_attempt=after_attempt,
-        due_us=message.due_us if delivered_us is None else now_us() + delivered_us,
+        due_us=due if delivered_us is None else now_us() + delivered_us,
         expires_us=message.expires_us,
         publishes=int(delivered),
         failures=0,

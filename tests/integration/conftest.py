@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,13 +84,12 @@ def cluster(
             "imports": [steps.__name__],
         },
     )
-    cluster.worker(concurrency=3)
-    cluster.beat()
-    yield cluster
-    # Results unsubscribe from their backend when they go: let them, while it is still there.
-    cluster.app.backend._pending_results.concrete.clear()
-    gc.collect()
-    cluster.stop()
+    try:
+        cluster.worker(concurrency=3)
+        cluster.beat()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture

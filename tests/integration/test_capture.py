@@ -181,12 +181,11 @@ def sides(
     shop = Shop(with_budget, with_budget._celery_budget)
     shop.budget.init()
     shop.budget.set("tenant:a", limit=None, unit="tokens")
-    draft, after = tasks(with_budget)
-    yield (
-        tasks(plain),
-        (budgeted(budget="tenant:{tenant}", estimate=1)(draft), after),
-        shop,
-    )
+    plain_tasks, (draft, after) = tasks(plain), tasks(with_budget)
+    draft = budgeted(budget="tenant:{tenant}", estimate=1)(draft)
+    for app in (plain, with_budget):
+        app.finalize()
+    yield plain_tasks, (draft, after), shop
     shop.close()
 
 

@@ -111,7 +111,8 @@ BEGIN
         expires_us, publishes, failures, created_us, published_us, queue, body, envelope)
     VALUES (
         p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries, p_state,
-        CASE p_state WHEN 'published' THEN v_now + p_again ELSE p_due END, p_expires,
+        CASE WHEN p_state = 'published' THEN v_now + p_again WHEN p_due = 0 THEN v_now ELSE p_due END,
+        p_expires,
         CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
         CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope);
     RETURN QUERY SELECT 'reserved', p_reservation, p_task_id, p_fingerprint,
