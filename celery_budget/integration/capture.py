@@ -29,10 +29,9 @@ DELAY_BITS = 28
 
 
 @dataclass(frozen=True)
-class Record:
-    """What kombu was about to hand to the transport."""
+class Envelope:
+    """Everything of a wire message but its body, as kombu hands it to the transport."""
 
-    body: bytes
     content_type: str
     content_encoding: str
     headers: dict[str, Any]
@@ -43,6 +42,14 @@ class Record:
     mandatory: bool
     immediate: bool
     declare: list[Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What kombu was about to hand to the transport."""
+
+    body: bytes
+    envelope: Envelope
 
 
 class RecordingProducer(Producer):
@@ -91,67 +98,39 @@ class RecordingProducer(Producer):
         *_timeouts_and_retries: Any,
     ) -> None:
         raw = body.encode("utf-8") if isinstance(body, str) else bytes(body)
-        self._sink(
-            Record(
-                raw,
-                content_type,
-                content_encoding,
-                headers,
-                properties,
-                priority,
-                exchange,
-                routing_key,
-                mandatory,
-                immediate,
-                list(declare or ()),
-            )
+        envelope = Envelope(
+            content_type,
+            content_encoding,
+            headers,
+            properties,
+            priority,
+            exchange,
+            routing_key,
+            bool(mandatory),
+            bool(immediate),
+            list(declare or ()),
         )
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """Everything of a wire message but its body; see :class:`Record`."""
-
-    content_type: str
-    content_encoding: str
-    headers: dict[str, Any]
-    properties: dict[str, Any]
-    priority: int | None
-    exchange: str
-    routing_key: str
-    mandatory: bool
-    immediate: bool
-    declare: list[Any]
+        self._sink(Record(raw, envelope))
 
 
 def written(app: Celery, record: Record, queue: str) -> WireMessage:
     """Return ``record`` as the outbox keeps it.
 
+    :param queue: where it goes, for people to read, unless its routing key says so.
     :raises UnsupportedPublication: where a header or property cannot be written as JSON.
     """
-    headers = record.headers
+    headers = record.envelope.headers
     task_id = str(headers.get("id") or uuid.uuid4())
     task_name = str(headers.get("task") or "")
     try:
-        envelope = dumps(
-            {
-                "content_type": record.content_type,
-                "content_encoding": record.content_encoding,
-                "headers": headers,
-                "properties": record.properties,
-                "priority": record.priority,
-                "exchange": record.exchange,
-                "routing_key": record.routing_key,
-                "mandatory": bool(record.mandatory),
-                "immediate": bool(record.immediate),
-                "declare": [_declaration(entity) for entity in record.declare],
-            }
-        )
+        declare = [_declaration(entity) for entity in record.envelope.declare]
+        envelope = dumps({**vars(record.envelope), "declare": declare})
     except (TypeError, ValueError) as exc:
         raise UnsupportedPublication(
             f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
             f"stored: {exc}"
         ) from exc
+    queue = record.envelope.routing_key or queue
     eta, expires = (_moment_us(app, headers.get(name)) for name in ("eta", "expires"))
     return WireMessage(
         task_id, task_name, record.body, envelope, queue, due_us=eta or 0, expires_us=expires

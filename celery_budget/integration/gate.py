@@ -163,7 +163,7 @@ class Gate:
         admitted: list[Admitted | None] = []
 
         def sink(record: Record) -> None:
-            wire = written(self._budget.app, record, record.routing_key or queue)
+            wire = written(self._budget.app, record, queue)
             if not admitted:
                 admitted.append(self._decide(publication, wire))
             elif isinstance(admitted[0], Reserved):
@@ -227,7 +227,7 @@ class Gate:
 
         def sink(record: Record) -> None:
             nonlocal first
-            wire = written(self._budget.app, record, record.routing_key or queue)
+            wire = written(self._budget.app, record, queue)
             parent = attempt.reservation_id if first else None
             first = False
             admission.enqueue(self._budget.store, self._budget.settings, wire, parent, attempt.stop)

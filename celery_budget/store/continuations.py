@@ -179,7 +179,7 @@ def try_parked(
     row = parked.lock_parked(connection, root, parked_id)
     if row is None:
         return False
-    request, message = parked.request_of(row), parked.message_of(row)
+    request, message = parked.request_of(row), outbox.message_of(row, row.due_us)
     try:
         if reservation_id is None:
             fits = not isinstance(

@@ -25,6 +25,7 @@ __all__ = [
     "forget",
     "make_due",
     "mark_published",
+    "message_of",
     "prune",
     "republish",
     "reschedule",
@@ -50,6 +51,19 @@ class Due:
     started: bool
     failures: int
     publishes: int
+
+
+def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
+    """Return the message that a row of the outbox, or a parked one, keeps."""
+    return WireMessage(
+        row.task_id,
+        row.task_name,
+        bytes(row.body),
+        row.envelope,
+        row.queue,
+        due_us,
+        row.expires_us,
+    )
 
 
 def enqueue(
@@ -128,15 +142,7 @@ def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> li
         Due(
             row.outbox_id,
             row.reservation_id,
-            WireMessage(
-                row.task_id,
-                row.task_name,
-                bytes(row.body),
-                row.envelope,
-                row.queue,
-                0,
-                row.expires_us,
-            ),
+            message_of(row),
             bool(row.expired),
             bool(taken[row.outbox_id].started),
             row.failures,
@@ -326,17 +332,7 @@ def take(
         )
         .returning(outbox)
     ).first()
-    if row is None:
-        return None
-    return WireMessage(
-        row.task_id,
-        row.task_name,
-        bytes(row.body),
-        row.envelope,
-        row.queue,
-        0,
-        row.expires_us,
-    )
+    return None if row is None else message_of(row)
 
 
 def drop(connection: Connection, root: str, reservation_id: uuid.UUID) -> None:

@@ -18,7 +18,6 @@ from celery_budget.store.schema import now_us, parked, reservations
 
 __all__ = [
     "lock_parked",
-    "message_of",
     "park",
     "parked_of",
     "request_of",
@@ -163,19 +162,6 @@ def parked_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> u
             parked.c.root == root, parked.c.reservation_id == reservation_id
         )
     ).scalar()
-
-
-def message_of(row: sa.Row[Any]) -> WireMessage:
-    """Return the message of a parked row."""
-    return WireMessage(
-        row.task_id,
-        row.task_name,
-        bytes(row.body),
-        row.envelope,
-        row.queue,
-        row.due_us,
-        row.expires_us,
-    )
 
 
 def _written(request: ReserveRequest) -> str:
