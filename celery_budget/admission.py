@@ -109,7 +109,7 @@ def admit_parked(
     admitted = 0
     for row in store.read(parked.waiting, settings.root, limit):
         if row.over:
-            ended(row.task_id, "park_expired")
+            ended(row.task_id, continuations.GIVEN_UP)
             store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id)
         elif store.run(
             continuations.try_parked,

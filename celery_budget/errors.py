@@ -157,7 +157,7 @@ class RequestNotRun(BudgetError):
 
     def __str__(self) -> str:
         return (
-            f"task {self.task_id} was not run: {self.reason}; what it held was given back "
+            f"task {self.task_id} was not run: {self.reason}; nothing is held for it "
             f"(see 'celery -A PROJ budget explain {shlex.quote(self.task_id)}')"
         )
 

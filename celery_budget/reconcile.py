@@ -21,10 +21,12 @@ class Reconciliation:
 
     :ivar mismatches: one sentence for each thing that is wrong; empty where it adds up.
     :ivar open_work: requests that have not ended, by state; messages still due; parked work.
+    :ivar overdue_seconds: for how long the oldest due message has been waiting for a relay.
     """
 
     mismatches: tuple[str, ...]
     open_work: dict[str, int]
+    overdue_seconds: int = 0
 
     @property
     def ok(self) -> bool:
@@ -33,7 +35,12 @@ class Reconciliation:
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        return {"ok": self.ok, "mismatches": list(self.mismatches), "open": self.open_work}
+        return {
+            "ok": self.ok,
+            "mismatches": list(self.mismatches),
+            "open": self.open_work,
+            "overdue_seconds": self.overdue_seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,11 @@ def _reconcile(connection: Connection, root: str) -> Reconciliation:
         f"task {row.task_id} of {row.owner!r} is {row.state} and nothing will bring it to an end"
         for row in reports.unreachable(connection, root)
     ]
-    return Reconciliation(tuple(found), reports.open_work(connection, root))
+    return Reconciliation(
+        tuple(found),
+        reports.open_work(connection, root),
+        reports.overdue_us(connection, root) // 1_000_000,
+    )
 
 
 _STATES = ("reserved", "published", "running", "waiting", "settled", "released", "lost")
@@ -140,10 +151,13 @@ def _report(connection: Connection, root: str) -> Report:
     raw = reports.counts(connection, root)
     states = {state: raw.get(f"state_{state}", 0) for state in _STATES}
     flags = {flag: raw[flag] for flag in ("over", "unmetered", "unreserved")}
+    # What was given up before it was ever admitted is kept as released, for its story.
+    states["released"] -= raw["given_up"]
     counts = {
         "admitted": sum(states.values()),
         "refused": raw["refused"],
         "parked": raw["parked"],
+        "given_up": raw["given_up"],
         **states,
         **flags,
     }

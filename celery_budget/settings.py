@@ -100,7 +100,11 @@ class Settings:
             if value is not None:
                 values[field.name] = _convert(field.name, str(field.type), value)
             elif field.default is MISSING:
-                raise ConfigurationError(f"{PREFIX}{field.name} is not set; give {_URL_FORMS}")
+                raise ConfigurationError(
+                    f"{PREFIX}{field.name} is not set "
+                    f"(CELERY_{PREFIX.upper()}{field.name.upper()} under the CELERY namespace); "
+                    f"give {_URL_FORMS}"
+                )
         settings = cls(**values)
         settings._check()
         return settings

@@ -10,7 +10,7 @@ from typing import Any
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_name
-from celery_budget.errors import BudgetError, EstimateError, PolicyError
+from celery_budget.errors import BudgetError, EstimateError, InvalidName, PolicyError
 
 __all__ = ["BudgetPolicy", "Evaluation"]
 
@@ -54,7 +54,7 @@ class BudgetPolicy:
             )
         if not callable(self.estimate):
             check_amount(self.estimate, "estimate=")
-        if self.stage == "":
+        if (self.stage is not None and type(self.stage) is not str) or self.stage == "":
             raise PolicyError(f"stage= is {self.stage!r}; give a name or leave it out")
 
     @property
@@ -122,7 +122,10 @@ class BudgetPolicy:
             raise PolicyError(
                 f"the budget's name for {task_name} cannot be worked out: {exc!r}"
             ) from exc
-        return check_name(name)
+        try:
+            return check_name(name)
+        except InvalidName as exc:
+            raise InvalidName(f"the budget of {task_name} cannot be worked out: {exc}") from exc
 
     def _estimate(self, task_name: str, arguments: Mapping[str, object]) -> int:
         estimate: object = self.estimate

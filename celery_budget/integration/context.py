@@ -132,6 +132,7 @@ def installed_on(app: Celery) -> CeleryBudget:
     if found is None:
         raise NotInstalled(
             f"{app} has budgeted tasks and no CeleryBudget; add 'budget = CeleryBudget(app)' "
-            "where the application is made"
+            "where the application is made, and see that this module is imported before its tasks "
+            "are used"
         )
     return found

@@ -31,6 +31,8 @@ class CeleryBudget:
     """
 
     def __init__(self, app: Celery) -> None:
+        if not isinstance(app, Celery):
+            raise BudgetError(f"CeleryBudget is for a Celery application, not for {app!r}")
         if find_installed(app) is not None:
             raise BudgetError(f"{app} has its CeleryBudget already; make one for each application")
         self.app = app

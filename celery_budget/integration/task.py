@@ -38,8 +38,8 @@ class BudgetedTask(Task):
     attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to
     :func:`budgeted`. Its message is reserved before it is dispatched, its attempt is claimed
     before its body runs, and what it used is settled before anything follows from it. A subclass
-    with a ``__call__`` of its own has to call this one. Without ``budget`` and ``estimate`` it is
-    an ordinary task.
+    with a ``__call__`` of its own has to call this one. A task without ``budget`` and ``estimate``
+    is an error when it is first used, and when a worker starts.
     """
 
     abstract = True
@@ -71,17 +71,17 @@ class BudgetedTask(Task):
             return following(*args, **kwargs)
         # Celery's own would hide the request under a new one; its tracer passes it over, too.
         body = self.run if following.__func__ is Task.__call__ else following
-        if type(self).budget_policy is None:
-            return body(*args, **kwargs)
+        _policy(self)
         return execute(self, body, args, kwargs)
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         """Publish a message of this task; see :meth:`celery.app.task.Task.apply_async`.
 
         :raises NotInstalled: where its application has no gate that could reserve it.
+        :raises PolicyError: where it has no budget.
         """
-        if type(self).budget_policy is not None:
-            installed_on(self.app)
+        _policy(self)
+        installed_on(self.app)
         return super().apply_async(*args, **kwargs)
 
 
@@ -118,7 +118,13 @@ def budgeted(
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would
         # have to make it for that.
-        if issubclass(type(target), Proxy):
+        is_proxy = issubclass(type(target), Proxy)
+        if task_options and (is_proxy or isinstance(target, Task)):
+            raise PolicyError(
+                f"@budgeted does not take {', '.join(task_options)} above a task decorator; give "
+                "task options to that one"
+            )
+        if is_proxy:
             _upgrade_later(target, policy)
             return target
         if isinstance(target, Task):
@@ -205,7 +211,23 @@ def policy_of(app: Celery, name: str) -> BudgetPolicy | None:
         return None
     if not isinstance(task, BudgetedTask):
         _upgrade_if_marked(task)
-    policy: BudgetPolicy | None = getattr(type(task), "budget_policy", None)
+    return _policy(task) if isinstance(task, BudgetedTask) else None
+
+
+def _policy(task: Any) -> BudgetPolicy:
+    """Return the policy of a budgeted task.
+
+    :raises PolicyError: where its class was given none: forgetting it must not lift the budget.
+    """
+    policy: BudgetPolicy | None = type(task).budget_policy
+    if policy is None:
+        _upgrade_if_marked(task)
+        policy = type(task).budget_policy
+    if policy is None:
+        raise PolicyError(
+            f"task {task.name} has the base BudgetedTask and neither budget= nor estimate=; "
+            "give both, or another base"
+        )
     return policy
 
 
@@ -217,7 +239,7 @@ def signature_of(task: Any) -> inspect.Signature:
     cached = type(task).__dict__.get("_budget_signature")
     if cached is None:
         cached = inspect.signature(task.run)
-        type(task).budget_policy.check(task.name, cached)
+        _policy(task).check(task.name, cached)
         type(task)._budget_signature = cached
     result: inspect.Signature = cached
     return result

@@ -88,7 +88,7 @@ class LeaseStep(bootsteps.StartStopStep):
 def _check(budget: CeleryBudget) -> None:
     upgrade_marked(budget.app)
     for task in budget.app.tasks.values():
-        if isinstance(task, BudgetedTask) and type(task).budget_policy is not None:
+        if isinstance(task, BudgetedTask):
             signature_of(task)
     try:
         budget.check()

@@ -26,6 +26,9 @@ __all__ = [
 DRIFT_HIGH = 1.5
 DRIFT_LOW = 0.5
 
+#: A message that is due for longer than this is waiting for a relay that does not run.
+OVERDUE_SECONDS = 10
+
 _AMOUNTS = ("limit", "reserved", "spent", "available")
 _COMPARED = ("requests", "estimated", "actual", "ratio")
 
@@ -37,6 +40,7 @@ MEANING = {
     "admitted": "requests that reserved budget",
     "refused": "turned away, nothing reserved",
     "parked": "waiting for budget",
+    "given_up": "waited too long for budget, never admitted",
     "reserved": "message not published yet",
     "published": "at the broker, not started",
     "running": "an attempt runs",
@@ -45,7 +49,7 @@ MEANING = {
     "released": "never ran, nothing charged",
     "lost": "ran, outcome unknown, charged",
     "over": "used more than estimated",
-    "unmetered": "returned without recording usage; charged the estimate",
+    "unmetered": "recorded no usage; charged the estimate",
     "unreserved": "reached a worker without a reservation",
 }
 
@@ -94,7 +98,7 @@ def counts_table(counts: dict[str, int]) -> RenderableType:
 def drift_table(drifts: Sequence[Drift]) -> RenderableType:
     """What estimators promised against what was charged; marked where they are far apart."""
     if not drifts:
-        return Text("Nothing has been settled yet.")
+        return Text("Nothing has been measured yet: no success has recorded its usage.")
     return table_of(
         ["stage", "estimator", "version", *_COMPARED, ""],
         map(_drift_row, drifts),
@@ -132,7 +136,7 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
     if reconciliation.ok:
         return Text(
             f"the ledger adds up: {number(requests)} {_plural(requests, 'request')}, "
-            f"{_open(reconciliation.open_work)}",
+            f"{_open(reconciliation.open_work)}{_overdue(reconciliation.overdue_seconds)}",
             _GOOD,
         )
     wrong = len(reconciliation.mismatches)
@@ -142,6 +146,12 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
         ),
         *(literal(f"- {mismatch}") for mismatch in reconciliation.mismatches),
     )
+
+
+def _overdue(seconds: int) -> str:
+    if seconds < OVERDUE_SECONDS:
+        return ""
+    return f" (the oldest message is due since {number(seconds)} s: is a relay running?)"
 
 
 def _open(open_work: dict[str, int]) -> str:

@@ -41,7 +41,7 @@ def set_budget(
     found = connection.execute(sa.select(budgets.c.unit).where(key).with_for_update()).first()
     if found is None:
         if unit is None:
-            raise BudgetError(f"budget {name!r} is new; say what it counts with unit=")
+            raise BudgetError(f"budget {name!r} is new; say what it counts with unit= (--unit)")
         if not _insert_budget(connection, root, name, limit, unit):
             # Somebody else created it in between: change that one.
             set_budget(connection, root, name, limit, unit)
@@ -158,7 +158,7 @@ def move(
                 budgets.c.root == root, budgets.c.name == line.budget
             )
         ).scalar_one()
-        if total > (MAX_AMOUNT if limit is None else limit):
+        if limit == 0 or total > (MAX_AMOUNT if limit is None else limit):
             return False
     if total > MAX_AMOUNT:
         raise InvalidAmount(

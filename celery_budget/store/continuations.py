@@ -26,9 +26,19 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import BudgetError
 from celery_budget.store import outbox, parked
-from celery_budget.store.reservations import hold, lines_of, lock, release, reserve
+from celery_budget.store.reservations import (
+    hold,
+    lines_of,
+    lock,
+    note_given_up,
+    release,
+    reserve,
+)
 
-__all__ = ["again_request", "give_up", "next_attempt", "reserve_or_park", "try_parked"]
+#: Why parked work ends that waited longer than it may.
+GIVEN_UP = "park_expired"
+
+__all__ = ["GIVEN_UP", "again_request", "give_up", "next_attempt", "reserve_or_park", "try_parked"]
 
 
 def reserve_or_park(
@@ -206,15 +216,20 @@ def give_up(
 ) -> bool:
     """Drop a parked row whose time is over; the reservation that waited for it is settled.
 
+    A request that never had one stays known as released, having held nothing.
+
     Locks as :func:`try_parked`. False while the attempt it follows still runs.
     """
     held = None if reservation_id is None else lock(connection, root, reservation_id)
-    if parked.lock_parked(connection, root, parked_id) is None:
+    row = parked.lock_parked(connection, root, parked_id)
+    if row is None:
         return False
     if held is not None and held.state == "running":
         parked.touch(connection, root, parked_id)
         return False
     parked.unpark(connection, root, parked_id)
-    if reservation_id is not None:
-        release(connection, root, reservation_id, "park_expired")
+    if reservation_id is None:
+        note_given_up(connection, parked.request_of(row), GIVEN_UP)
+    else:
+        release(connection, root, reservation_id, GIVEN_UP)
     return True

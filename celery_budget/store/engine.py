@@ -184,9 +184,9 @@ class Store:
         try:
             yield
         except exc.DBAPIError as error:
-            raise _translate(error) from error
+            raise _translate(self.url, error) from error
         except exc.TimeoutError as error:
-            raise StoreError(f"no connection to the ledger was free: {error}", True) from error
+            raise StoreError(f"no connection to {self.url} was free: {error}", True) from error
 
 
 def _create_engine(url: str, lock_ms: int) -> Engine:
@@ -202,6 +202,12 @@ def _create_engine(url: str, lock_ms: int) -> Engine:
                 "budget_database_url is an in-memory SQLite database, which workers cannot share; "
                 "give a file: 'sqlite:////absolute/path.db'"
             )
+        if parsed.get_backend_name() == "sqlite" and not _absolute(str(parsed.database)):
+            raise ConfigurationError(
+                f"budget_database_url names the SQLite file {parsed.database!r}, which is another "
+                "one in each working directory; give an absolute path: "
+                "'sqlite:////absolute/path.db'"
+            )
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         engine = sa.create_engine(parsed)
@@ -210,6 +216,10 @@ def _create_engine(url: str, lock_ms: int) -> Engine:
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
     return engine
+
+
+def _absolute(database: str) -> bool:
+    return os.path.isabs(database) or database.startswith("file:")
 
 
 def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
@@ -227,7 +237,7 @@ def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def _translate(error: exc.DBAPIError) -> StoreError | SchemaError:
+def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
     """Return the error a caller sees for what the driver raised.
 
     Retryable are: a connection lost or refused, a lock not had in time, a deadlock, a
@@ -241,13 +251,13 @@ def _translate(error: exc.DBAPIError) -> StoreError | SchemaError:
     absent = ("no such table", "no such column", "has no column named")
     if state in ("42P01", "42883", "42703") or any(words in message for words in absent):
         return SchemaError(
-            f"the ledger's tables are missing or of another version ({message}); "
+            f"the ledger's tables in {url} are missing or of another version ({message}); "
             "run 'celery -A PROJ budget init'"
         )
     retryable = error.connection_invalidated or isinstance(
         error, (exc.OperationalError, exc.InterfaceError)
     )
-    return StoreError(f"the ledger's database failed: {message}", retryable)
+    return StoreError(f"the ledger's database {url} failed: {message}", retryable)
 
 
 def _forget_inherited_connections() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.store.continuations import GIVEN_UP
 from celery_budget.store.schema import (
     attempts,
     balances,
     lines,
+    now_us,
     outbox,
     parked,
     refusals,
@@ -28,6 +30,7 @@ __all__ = [
     "mismatched_lines",
     "mismatched_usage",
     "open_work",
+    "overdue_us",
     "story",
     "unreachable",
 ]
@@ -55,6 +58,15 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
         ).where(reservations.c.root == root)
     ).one()
     found = {f"state_{state}": int(count) for state, count in states}
+    found["given_up"] = connection.execute(
+        sa.select(sa.func.count())
+        .select_from(reservations)
+        .where(
+            reservations.c.root == root,
+            reservations.c.state == "released",
+            reservations.c.reason == GIVEN_UP,
+        )
+    ).scalar_one()
     found.update({name: int(count) for name, count in flags._mapping.items()})
     for name, table in (("refused", refusals), ("parked", parked)):
         found[name] = connection.execute(
@@ -64,7 +76,11 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
 
 
 def drift(connection: Connection, root: str) -> Rows:
-    """Return estimate against actual of settled requests, by stage and estimator."""
+    """Return estimate against actual by stage and estimator, where the actual was measured.
+
+    That is of requests that succeeded and recorded what they used: a failure may have stopped
+    half-way, and what recorded nothing was charged the estimate itself.
+    """
     return list(
         connection.execute(
             sa.select(
@@ -76,7 +92,16 @@ def drift(connection: Connection, root: str) -> Rows:
                 _sum(lines.c.settled).label("actual"),
             )
             .join(lines, _same_reservation(lines))
-            .where(reservations.c.root == root, reservations.c.state == "settled")
+            .join(
+                attempts,
+                sa.and_(_same_reservation(attempts), attempts.c.attempt == reservations.c.attempts),
+            )
+            .where(
+                reservations.c.root == root,
+                reservations.c.state == "settled",
+                attempts.c.outcome == "returned",
+                ~reservations.c.unmetered,
+            )
             .group_by(
                 reservations.c.stage, reservations.c.estimator, reservations.c.estimator_version
             )
@@ -241,6 +266,16 @@ def open_work(connection: Connection, root: str) -> dict[str, int]:
     return {**found, "unclosed": unclosed, "due": due, "parked": waiting}
 
 
+def overdue_us(connection: Connection, root: str) -> int:
+    """Return for how long the oldest due message has been waiting for a relay; 0 where none is."""
+    oldest = connection.execute(
+        sa.select(sa.func.max(now_us() - outbox.c.due_us)).where(
+            outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= now_us()
+        )
+    ).scalar()
+    return int(oldest or 0)
+
+
 def find_reservations(connection: Connection, root: str, some_id: str) -> Rows:
     """Return the reservations with this task id, request id or reservation id, oldest first."""
     conditions = [reservations.c.task_id == some_id, reservations.c.request_id == some_id]
@@ -270,6 +305,8 @@ def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
             sa.select(
                 parked.c.parked_id,
                 parked.c.owner,
+                parked.c.task_id,
+                parked.c.request_id,
                 parked.c.task_name,
                 parked.c.created_us,
                 parked.c.deadline_us,

@@ -15,6 +15,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
     AlreadyReserved,
+    Line,
     Refused,
     Reserved,
     ReserveRequest,
@@ -25,7 +26,16 @@ from celery_budget.store.budgets import move
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import balances, budgets, lines, now_us, refusals, reservations
 
-__all__ = ["finish", "hold", "lines_of", "lock", "note_refusal", "release", "reserve"]
+__all__ = [
+    "finish",
+    "hold",
+    "lines_of",
+    "lock",
+    "note_given_up",
+    "note_refusal",
+    "release",
+    "reserve",
+]
 
 
 def reserve(
@@ -173,21 +183,7 @@ def _reserve_sqlite(
             )
             .values(reserved=balances.c.reserved + line.amount)
         )
-        connection.execute(
-            lines.insert().values(
-                root=request.root,
-                reservation_id=request.reservation_id,
-                line=number,
-                budget=line.budget,
-                window_us=0,
-                stripe=0,
-                charge=line.charge,
-                estimate=line.amount,
-                reserved=line.amount,
-                used=0,
-                settled=0,
-            )
-        )
+        _insert_line(connection, request, number, line, line.amount)
     outbox.enqueue(
         connection,
         request.root,
@@ -197,6 +193,49 @@ def _reserve_sqlite(
         retries=request.retries,
     )
     return {"outcome": "reserved", "reservation_id": request.reservation_id}
+
+
+def note_given_up(connection: Connection, request: ReserveRequest, reason: str) -> None:
+    """Write a request that was never admitted as a released one that held nothing.
+
+    Its lines keep what was asked; the id may be used anew, as that of any released request.
+    """
+    written = insert_new(
+        connection,
+        reservations,
+        **_columns(request),
+        state="released",
+        reason=reason,
+        attempts=0,
+        deliveries=0,
+        unmetered=False,
+        over=False,
+        created_us=now_us(),
+        ended_us=now_us(),
+    )
+    if written:
+        for number, line in enumerate(request.lines):
+            _insert_line(connection, request, number, line, 0)
+
+
+def _insert_line(
+    connection: Connection, request: ReserveRequest, number: int, line: Line, reserved: int
+) -> None:
+    connection.execute(
+        lines.insert().values(
+            root=request.root,
+            reservation_id=request.reservation_id,
+            line=number,
+            budget=line.budget,
+            window_us=0,
+            stripe=0,
+            charge=line.charge,
+            estimate=line.amount,
+            reserved=reserved,
+            used=0,
+            settled=0,
+        )
+    )
 
 
 def note_refusal(
@@ -239,7 +278,7 @@ def _short(connection: Connection, request: ReserveRequest) -> Mapping[str, Any]
         if row is None:
             return {"outcome": "unknown", "budget": line.budget}
         bound = MAX_AMOUNT if row.limit_amount is None else row.limit_amount
-        if row.reserved + row.spent > bound - line.amount:
+        if bound == 0 or row.reserved + row.spent > bound - line.amount:
             return {
                 "outcome": "refused",
                 "budget": line.budget,

@@ -186,6 +186,8 @@ attempts = Table(
     # None once the attempt is closed: nothing is left to do for it.
     Column("lease_until_us", BigInteger),
     Column("replays", Integer, nullable=False),
+    # What it recorded under keys that earlier attempts had recorded; none if there was no such.
+    Column("repeated", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     Index(
         "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")

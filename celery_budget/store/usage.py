@@ -14,7 +14,7 @@ from celery_budget.errors import InvalidAmount
 from celery_budget.store.budgets import move
 from celery_budget.store.insert import insert_new
 from celery_budget.store.reservations import hold, lines_of, lock
-from celery_budget.store.schema import lines, now_us, reservations, usage
+from celery_budget.store.schema import attempts, lines, now_us, reservations, usage
 
 __all__ = ["record", "recorded"]
 
@@ -51,17 +51,7 @@ def record(
         recorded_us=now_us(),
     )
     if not inserted:
-        # The same reply in a later attempt: that one is metered, by what is there already.
-        connection.execute(
-            usage.update()
-            .where(
-                usage.c.root == root,
-                usage.c.reservation_id == reservation_id,
-                usage.c.key == key,
-                usage.c.attempt < attempt,
-            )
-            .values(attempt=attempt)
-        )
+        _note_repeated(connection, root, reservation_id, attempt, key)
         return False
     over = False
     for line in lines_of(connection, root, reservation_id):
@@ -96,16 +86,48 @@ def record(
     return True
 
 
+def _note_repeated(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int, key: str
+) -> None:
+    """Note that an attempt was given a reply that an earlier one had recorded: it is metered."""
+    earlier = connection.execute(
+        sa.select(usage.c.amount).where(
+            usage.c.root == root,
+            usage.c.reservation_id == reservation_id,
+            usage.c.key == key,
+            usage.c.attempt < attempt,
+        )
+    ).scalar()
+    if earlier is not None:
+        connection.execute(
+            attempts.update()
+            .where(
+                attempts.c.root == root,
+                attempts.c.reservation_id == reservation_id,
+                attempts.c.attempt == attempt,
+            )
+            .values(repeated=sa.func.coalesce(attempts.c.repeated, 0) + earlier)
+        )
+
+
 def recorded(
     connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
 ) -> int | None:
-    """Return what an attempt has recorded, be it 0; none where it recorded nothing."""
-    total = connection.execute(
-        sa.select(sa.func.sum(usage.c.amount)).where(
+    """Return what an attempt has recorded, be it 0 or again; none where it recorded nothing."""
+    totals = connection.execute(
+        sa.select(sa.func.sum(usage.c.amount))
+        .where(
             usage.c.root == root,
             usage.c.reservation_id == reservation_id,
             usage.c.attempt == attempt,
         )
-    ).scalar()
-    # PostgreSQL sums bigint as numeric.
-    return None if total is None else int(total)
+        .union_all(
+            sa.select(attempts.c.repeated).where(
+                attempts.c.root == root,
+                attempts.c.reservation_id == reservation_id,
+                attempts.c.attempt == attempt,
+            )
+        )
+    ).scalars()
+    found = [int(total) for total in totals if total is not None]
+    return sum(found) if found else None

@@ -215,12 +215,6 @@ def polite(self: Any, tenant: str) -> str:
     return str(self.request.id)
 
 
-@shared_task(name="steps.free", base=BudgetedTask, bind=True)
-def free(self: Any) -> str:
-    """On the base class and without a budget."""
-    return str(self.request.id)
-
-
 @budgeted(budget=TENANT, estimate=6)
 @shared_task(name="steps.after_failure")
 def after_failure(failed_id: str, tenant: str = "") -> str:

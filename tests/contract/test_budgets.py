@@ -39,9 +39,16 @@ def test_a_limit_below_what_was_drawn_admits_nothing(funded: Ledger) -> None:
     assert isinstance(funded.admit(funded.request(0)), Refused)
 
 
-def test_a_limit_of_zero_blocks_everything_but_nothing(ledger: Ledger) -> None:
+@pytest.mark.parametrize("amount", [0, 1])
+def test_a_limit_of_zero_blocks_everything(ledger: Ledger, amount: int) -> None:
+    """Also what asks for nothing: it could record any usage."""
     ledger.set("b", 0)
-    assert ledger.admit(ledger.request(1)) == Refused("b", "tokens", 1, 0, 0, 0)
+    assert ledger.admit(ledger.request(amount)) == Refused("b", "tokens", amount, 0, 0, 0)
+
+
+def test_nothing_fits_a_budget_that_is_used_up(ledger: Ledger) -> None:
+    ledger.set("b", 1)
+    ledger.reserve(1)
     ledger.reserve(0)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from celery_budget import settlement
+from celery_budget import reconcile, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Reserved, ReserveRequest
 from celery_budget.errors import RequestConflict, UnknownBudget
@@ -97,7 +97,12 @@ def test_parked_work_is_given_up_when_its_time_is_over(funded: Ledger, clock: st
     funded.set("b", 100)
     swept = funded.sweep()
     assert (swept.admitted, swept.over) == (0, (request.task_id,))
-    assert funded.rows("parked") == funded.rows("reservations") == []
+    assert funded.rows("parked") == []
+    assert (funded.state(request), funded.row(request).reason) == ("released", "park_expired")
+    report = reconcile.report(funded.store, funded.settings)
+    assert (report.counts["admitted"], report.counts["given_up"]) == (0, 1)
+    # It never ran: its id may be used again.
+    funded.reserve(10, task_id=request.task_id)
 
 
 def test_a_parked_retry_is_given_up_at_what_it_used(funded: Ledger) -> None:

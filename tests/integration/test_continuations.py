@@ -270,12 +270,6 @@ def test_a_class_with_a_call_of_its_own(tenant: Tenant, name: str) -> None:
     assert tenant.outcomes(result.id) == ["returned"]
 
 
-def test_a_task_on_the_base_class_without_a_budget(tenant: Tenant) -> None:
-    result = tenant.task("free").delay()
-    assert result.get(timeout=WAIT) == result.id
-    assert tenant.cluster.budget.explain(result.id) == []
-
-
 def test_direct_calls_pass_through(tenant: Tenant, caplog: pytest.LogCaptureFixture) -> None:
     work = tenant.task("work")
     for call in (work, work.run, steps.work.run):

@@ -194,13 +194,20 @@ def test_without_a_celery_budget_nothing_is_published(declare: Callable[[Celery]
     app.close()
 
 
-def test_a_base_class_without_a_budget_is_an_ordinary_task(shop: Shop) -> None:
+def test_a_base_class_without_a_budget_is_an_error(shop: Shop) -> None:
+    """Forgetting the budget must not lift it."""
     task = shop.app.task(name="declared.free", base=BudgetedTask)(fresh())
     before = shop.ledger()
-    task.delay(1, "a")
-    (message,) = shop.received()
-    assert reservation_of(message) is None
+    for publish in (task.delay, lambda *args: shop.app.send_task("declared.free", args)):
+        with pytest.raises(PolicyError, match=r"declared\.free .* neither budget= nor estimate="):
+            publish(1, "a")
+    assert shop.received() == []
     assert shop.ledger() == before
+
+
+def test_task_options_above_a_decorator_are_an_error(shop: Shop) -> None:
+    with pytest.raises(PolicyError, match="does not take acks_late above a task decorator"):
+        budgeted(**BUDGET, acks_late=True)(shop.app.task(name=NAME)(fresh()))
 
 
 def test_a_call_of_its_own_stays_beneath_the_claim(shop: Shop) -> None:

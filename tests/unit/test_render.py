@@ -126,7 +126,7 @@ def test_a_report_has_all_parts_in_order() -> None:
 def test_an_empty_report_says_so() -> None:
     text = as_text(report_view(Report((), {"admitted": 0}, (), Reconciliation((), {}))))
     assert "There are no budgets yet" in text
-    assert "Nothing has been settled yet" in text
+    assert "Nothing has been measured yet" in text
     assert "0 requests, nothing open" in text
 
 

@@ -112,6 +112,7 @@ def upgrade() -> None:
         sa.Column("payload", sa.Text),
         sa.Column("lease_until_us", sa.BigInteger),
         sa.Column("replays", sa.Integer, nullable=False),
+        sa.Column("repeated", sa.BigInteger),
         sa.PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     )
     _index(

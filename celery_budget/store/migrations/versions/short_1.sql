@@ -1,4 +1,5 @@
--- The first of the named budgets that does not exist (unit is NULL) or does not have the amount.
+-- The first of the named budgets that does not exist (unit is NULL), is blocked by a limit of 0,
+-- or does not have the amount.
 -- One snapshot, no locks.
 CREATE FUNCTION budget_short(p_root text, p_budgets text[], p_amounts bigint[])
 RETURNS TABLE (
@@ -13,6 +14,7 @@ RETURNS TABLE (
            WHERE s.root = p_root AND s.budget = l.budget AND s.window_us = 0
       ) s ON true
      WHERE b.name IS NULL
+        OR b.limit_amount = 0
         OR s.reserved + s.spent > coalesce(b.limit_amount, 9223372036854775807) - l.amount
      ORDER BY l.line
      LIMIT 1
