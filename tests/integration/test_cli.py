@@ -284,7 +284,7 @@ def test_explain_parked_work(shop: Shop, run: Run) -> None:
     done = run(shop.app, "explain", request.task_id)
     assert done.code == 0
     assert "state    parked" in done.out
-    assert "waits  for budget since 20" in done.out
+    assert "waits    for budget since 20" in done.out
     [found] = run(shop.app, "explain", request.task_id, "--json").json["requests"]
     assert found["reservation"]["state"] == "parked"
 
