@@ -5,6 +5,7 @@ One transaction in each case, and one round trip on PostgreSQL where it is reser
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, continuations, outbox, parked, reservations
 
 __all__ = ["admit", "admit_parked", "count_refusal", "enqueue", "retry"]
+
+logger = logging.getLogger(__name__)
 
 
 def admit(
@@ -109,7 +112,11 @@ def admit_parked(
     admitted = 0
     for row in store.read(parked.waiting, settings.root, limit):
         if row.over:
-            ended(row.task_id, continuations.GIVEN_UP)
+            try:
+                ended(row.task_id, continuations.GIVEN_UP)
+            except Exception:
+                logger.exception("the result of task %s could not be stored", row.task_id)
+                continue
             store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id)
         elif store.run(
             continuations.try_parked,

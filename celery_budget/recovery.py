@@ -29,6 +29,10 @@ LIMIT = 100
 class Results(Protocol):
     """What recovery needs of the result backend."""
 
+    @property
+    def counts_chord_members(self) -> bool:
+        """Whether storing a result twice would count a chord's member twice."""
+
     def ready(self, task_id: str) -> str | None:
         """Return ``returned`` or ``raised`` where a final result is stored, else none."""
 
@@ -98,18 +102,25 @@ def _recover_running(
     """
     ready = results.ready(seen.task_id)
     again = seen.late_ack and seen.deliveries < settings.max_deliveries
+    claim_id = seen.claim_id
     if ready is None and not again:
-        # First the result, then the ledger: a crash in between finds the result and ends with it.
+        # The claim first, so that its worker cannot come back in between; then the result, then
+        # the ledger: a crash leaves a lapsed attempt, and all of it is done once more.
+        fenced = store.run(lapses.fence, settings.root, seen, settings.lease_us)
+        if fenced is None:
+            return None
+        claim_id = fenced
         results.ended(seen.task_id, "lost")
     state = store.run(
         lapses.abandon,
         settings.root,
         seen.reservation_id,
         seen.attempt,
-        seen.claim_id,
+        claim_id,
         again=again,
         park_us=settings.park_us,
         ready=ready,
+        only_lapsed=claim_id == seen.claim_id,
     )
     return {"waiting": "rerun", "lost": "lost", "settled": "finished", None: None}[state]
 
@@ -119,11 +130,14 @@ def _recover_unclosed(
 ) -> str | None:
     """Have an ended attempt's message published again, so that a worker gives its outcome again.
 
-    Where the result is stored already, what comes before it was published too: it is closed. So
-    is one that was replayed too often, or that leaves nothing to replay.
+    Also where the result is stored already: Celery stores it before it counts a chord's member or
+    calls errbacks. Closed is one that was replayed too often, that leaves nothing to replay, or
+    whose stored result would count twice.
     """
-    replays_left = seen.replays < settings.max_deliveries
-    if not seen.replayable or not replays_left or results.ready(seen.task_id) is not None:
+    replay = seen.replayable and seen.replays < settings.max_deliveries
+    if replay and results.counts_chord_members:
+        replay = results.ready(seen.task_id) is None
+    if not replay:
         closed = store.run(
             attempts.close, settings.root, seen.reservation_id, seen.attempt, seen.claim_id
         )
@@ -137,7 +151,14 @@ def _recover_unclosed(
 def _recover_silent(
     store: Store, settings: Settings, results: Results, seen: outbox.Silent
 ) -> str | None:
-    """Publish a message again that no worker has started, or give up on it."""
+    """Publish a message again that no worker has started, or give up on it.
+
+    Where Celery has stored a result all the same (a time limit struck while the worker waited for
+    the ledger), the request ends with it and does not run.
+    """
+    if results.ready(seen.task_id) is not None:
+        store.run(reservations.release, settings.root, seen.reservation_id, "result stored")
+        return "finished"
     if seen.publishes >= settings.max_publishes:
         results.ended(seen.task_id, "undelivered")
         released = store.run(

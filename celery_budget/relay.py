@@ -77,8 +77,7 @@ def run_once(store: Store, settings: Settings, publisher: Publisher, ended: Ende
     down: str | None = None
     for number, due in enumerate(taken):
         if due.expired and not due.started:
-            _release(store, settings, due, "expired", ended)
-            released += 1
+            released += _release(store, settings, due, "expired", ended)
             continue
         try:
             publisher.publish(due.message)
@@ -95,8 +94,7 @@ def run_once(store: Store, settings: Settings, publisher: Publisher, ended: Ende
                 exc,
             )
             if due.failures + 1 >= settings.max_publishes and not due.started:
-                _release(store, settings, due, "unpublishable", ended)
-                released += 1
+                released += _release(store, settings, due, "unpublishable", ended)
             else:
                 _reschedule(store, settings, [due], str(exc), due.failures + 1)
         else:
@@ -124,14 +122,23 @@ def _reschedule(
     )
 
 
-def _release(store: Store, settings: Settings, due: Due, reason: str, ended: Ended) -> None:
-    """End a message that will not be published. The result is stored first: a crash in between
-    comes back here."""
-    ended(due.message.task_id, reason)
+def _release(store: Store, settings: Settings, due: Due, reason: str, ended: Ended) -> bool:
+    """End a message that will not be published.
+
+    The result is stored first: a crash in between comes back here. So does a result backend that
+    is down, which must not hold up the other messages.
+    """
+    try:
+        ended(due.message.task_id, reason)
+    except Exception:
+        logger.exception("the result of task %s could not be stored", due.message.task_id)
+        _reschedule(store, settings, [due], reason, due.failures + 1)
+        return False
     if due.reservation_id is None:
         store.run(outbox.forget, settings.root, due.outbox_id)
     else:
         store.run(reservations.release, settings.root, due.reservation_id, reason)
+    return True
 
 
 def run(

@@ -11,11 +11,19 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from celery_budget.core.budgets import check_name
+from celery_budget.core.reservations import Again
 from celery_budget.errors import ConfigurationError
 
 __all__ = ["PREFIX", "Settings"]
 
 PREFIX = "budget_"
+
+#: How soon a rejected message comes again, in microseconds; doubled each time.
+REJECTED_US = 1_000_000
+#: No number of a setting makes sense above this: seconds of thirty years.
+MOST = 1_000_000_000
+#: Locks are waited for within a statement, whose time-out PostgreSQL keeps in 31 bits.
+MOST_LOCK_SECONDS = 86_400
 
 _URL_FORMS = (
     "'postgresql+psycopg://user@host/name' for PostgreSQL, or 'sqlite:////absolute/path.db' "
@@ -88,6 +96,11 @@ class Settings:
         """:attr:`republish_seconds` in microseconds."""
         return int(self.republish_seconds * 1_000_000)
 
+    @property
+    def again(self) -> Again:
+        """How a rejected message may come again."""
+        return Again(self.max_deliveries, REJECTED_US, self.park_us)
+
     @classmethod
     def read(cls, get: Callable[[str], Any]) -> Settings:
         """Build the settings from ``get(key)``, which gives none for a key that is not set.
@@ -136,9 +149,10 @@ def _convert(name: str, kind: str, value: Any) -> Any:
             return value
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
     number = not isinstance(value, bool) and isinstance(value, (int, float))
-    if not number or not 0 < value < float("inf") or (kind == "int" and value != int(value)):
+    most = MOST_LOCK_SECONDS if name == "lock_seconds" else MOST
+    if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
         raise ConfigurationError(
             f"{PREFIX}{name} is {value!r}; give {'an integer' if kind == 'int' else 'a number'} "
-            "above 0"
+            f"above 0, at most {most}"
         )
     return int(value) if kind == "int" else float(value)

@@ -10,7 +10,6 @@ import uuid
 from dataclasses import dataclass, field
 
 from celery_budget.core.amounts import check_amount
-from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
     Claimed,
     Closed,
@@ -25,16 +24,22 @@ from celery_budget.store import Store, attempts, lapses, reservations, usage
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.lapses import REPLAY_LEASES
 
-__all__ = ["Attempt", "Delivery", "claim", "release", "renew", "worker_lost"]
+__all__ = ["Attempt", "Delivery", "claim", "renew", "revoke", "worker_lost"]
 
 MAX_KEY_LENGTH = 255
 
 
 def claim(
-    store: Store, settings: Settings, delivery: Delivery, stop: threading.Event | None = None
+    store: Store,
+    settings: Settings,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    stop: threading.Event | None = None,
 ) -> Attempt | Running | Closed | Missing:
-    """Claim the attempt that ``delivery`` stands for, or tell why it may not run."""
-    claim_id = new_id()
+    """Claim the attempt that ``delivery`` stands for, or tell why it may not run.
+
+    :param claim_id: the fence to claim under; a repeat with the same one finds its own claim.
+    """
     claimed = store.wait_out(stop, attempts.claim, delivery, claim_id, settings.lease_us)
     if isinstance(claimed, (Claimed, Replay)):
         return Attempt(
@@ -158,6 +163,9 @@ def worker_lost(
     return False
 
 
-def release(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:
-    """Give back the hold of a request that will not run; false where there was none."""
-    return store.run(reservations.release, root, reservation_id, reason) is not None
+def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:
+    """Give back the hold of a request that will not run; false where it runs or has ended.
+
+    True also where the ledger does not know it.
+    """
+    return store.run(reservations.revoke, root, reservation_id, reason)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 import unicodedata
 from dataclasses import dataclass
 
 from celery_budget.errors import InvalidName
 
-__all__ = ["TOTAL", "Balance", "check_name", "check_unit"]
+__all__ = ["TOTAL", "Balance", "check_name", "check_text", "check_unit"]
 
 MAX_NAME_LENGTH = 255
 
@@ -24,7 +25,7 @@ def check_name(name: object) -> str:
 
     :raises InvalidName: otherwise.
     """
-    return _check_text(name, "a budget's name")
+    return check_text(name, "a budget's name")
 
 
 def check_unit(unit: object) -> str:
@@ -32,14 +33,21 @@ def check_unit(unit: object) -> str:
 
     :raises InvalidName: under the rules of :func:`check_name`.
     """
-    return _check_text(unit, "a budget's unit")
+    return check_text(unit, "a budget's unit")
 
 
-def _check_text(text: object, what: str) -> str:
+def check_text(text: object, what: str) -> str:
+    """Return ``text`` if it follows the rules of :func:`check_name`.
+
+    :param what: names it in the error.
+    :raises InvalidName: otherwise.
+    """
     if not isinstance(text, str):
         raise InvalidName(f"{what} is text, not {text!r} ({type(text).__name__})")
     if not 1 <= len(text) <= MAX_NAME_LENGTH:
-        raise InvalidName(f"{what} has 1 to {MAX_NAME_LENGTH} characters; {text!r} has {len(text)}")
+        raise InvalidName(
+            f"{what} has 1 to {MAX_NAME_LENGTH} characters; {reprlib.repr(text)} has {len(text)}"
+        )
     if not unicodedata.is_normalized("NFC", text):
         raise InvalidName(f"{what} is in Unicode form NFC; {text!r} is not")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):

@@ -23,6 +23,7 @@ __all__ = [
     "TERMINAL",
     "USED",
     "Admitted",
+    "Again",
     "AlreadyReserved",
     "Claimed",
     "Closed",
@@ -148,17 +149,31 @@ class StoredOutcome:
 
 
 @dataclass(frozen=True)
+class Again:
+    """How often and how soon a rejected message may be delivered again.
+
+    :ivar deliveries: attempts that one message gets.
+    :ivar wait_us: the wait before the second, doubled each time.
+    :ivar park_us: how long it may wait for budget.
+    """
+
+    deliveries: int
+    wait_us: int
+    park_us: int
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How an attempt's call ended.
 
     :ivar kind: ``returned, raised, retried, replaced, ignored`` or ``rejected``.
     :ivar payload: the encoded value for a replay, for ``returned`` and ``raised``.
-    :ivar requeue: for ``rejected``: whether the broker will deliver the message again.
+    :ivar again: for ``rejected``: how its message may come again; none for not at all.
     """
 
     kind: str
     payload: str | None = None
-    requeue: bool = False
+    again: Again | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from celery._state import _task_stack
 
+from celery_budget.core.budgets import check_name
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import Admitted
 from celery_budget.errors import NotInstalled
@@ -57,7 +58,7 @@ def parse_header(value: object) -> tuple[str, uuid.UUID] | None:
         return None
     root, _, written = value.rpartition("/")
     try:
-        return (root, uuid.UUID(written)) if root else None
+        return check_name(root), uuid.UUID(written)
     except ValueError:
         return None
 

@@ -10,14 +10,15 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu import serialization
 from kombu.exceptions import EncodeError
 from kombu.utils.json import dumps, loads
 
 from celery_budget import admission, settlement
+from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
     AlreadyReserved,
     Closed,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["execute"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def execute(
@@ -75,8 +78,12 @@ def execute(
         _end(attempt, Outcome("replaced" if attempt.replaced else "ignored"))
         raise
     except Reject as exc:
-        _end(attempt, Outcome("rejected", requeue=bool(exc.requeue)))
-        raise
+        again = budget.settings.again if exc.requeue else None
+        _end(attempt, Outcome("rejected", again=again))
+        if attempt.settled:
+            raise Reject(exc.reason, requeue=False) from exc
+        # It comes again from the ledger, with back-off and counted; not from the broker.
+        raise Ignore("the message is published again") from exc
     except Exception as exc:
         _end(attempt, Outcome("raised", _written_error(budget, task, exc)))
         raise
@@ -86,13 +93,25 @@ def execute(
 
 def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
     attempt.called = True
-    if not attempt.end(outcome):
+    if not _undisturbed(attempt.end, outcome):
         logger.warning(
             "attempt %s of reservation %s lost its claim while it ran; its outcome is refused",
             attempt.number,
             attempt.reservation_id,
         )
         raise Ignore("the attempt lost its claim")
+
+
+def _undisturbed(function: Callable[..., T], *args: Any) -> T:
+    """Call ``function``, again should the task's soft time limit strike meanwhile (it does once).
+
+    The limit is for the task's work. While the ledger is waited for there is none, and what has
+    been done is to be settled. Both claim and end find what an interrupted call has committed.
+    """
+    try:
+        return function(*args)
+    except SoftTimeLimitExceeded:
+        return function(*args)
 
 
 def _claim(
@@ -126,7 +145,7 @@ def _claim_reserved(
         BOOT_ID,
         bool(task.acks_late),
     )
-    return settlement.claim(budget.store, budget.settings, delivery)
+    return _undisturbed(settlement.claim, budget.store, budget.settings, delivery, new_id())
 
 
 def _only_attempt(
@@ -215,7 +234,18 @@ def _written_value(budget: CeleryBudget, task: Any, value: Any) -> str | None:
 
 
 def _written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | None:
-    return _capped(budget, task, dumps(task.backend.prepare_exception(error, serializer="json")))
+    """Return an exception as kept for a replay; none where it cannot be written as JSON."""
+    try:
+        written = dumps(task.backend.prepare_exception(error, serializer="json"))
+    except Exception:
+        logger.warning(
+            "the error of task %s[%s] cannot be kept for a replay",
+            task.name,
+            task.request.id,
+            exc_info=True,
+        )
+        return None
+    return _capped(budget, task, written)
 
 
 def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:

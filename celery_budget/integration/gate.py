@@ -16,6 +16,7 @@ import celery.app.amqp
 from celery._state import get_current_worker_task
 
 from celery_budget import admission
+from celery_budget.core.budgets import check_text
 from celery_budget.core.identity import fingerprint, new_id, task_id_of
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.policies import BudgetPolicy
@@ -31,6 +32,7 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import (
     BudgetError,
     BudgetExceeded,
+    InvalidName,
     PolicyError,
     StoreError,
     UnsupportedPublication,
@@ -48,7 +50,6 @@ __all__ = ["Gate", "with_request_id"]
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_ID_LENGTH = 255
 #: Celery's own tasks that run another task's body inside their message.
 INLINE_TASKS = ("celery.map", "celery.starmap", "celery.chunks")
 
@@ -109,10 +110,11 @@ class Gate:
         evaluation = policy.evaluate(name, signature_of(task), tuple(args), kwargs)
         print_ = fingerprint(name, evaluation.arguments)
         task_id = _task_id(message)
+        _checked_id("a task id", task_id)
         if request_id is None:
             request_id = task_id
         else:
-            request_id = _checked_request_id(request_id)
+            request_id = _checked_id("request_id", request_id)
             _check_stands_for(request_id, evaluation.budget, task_id)
         request = ReserveRequest(
             reservation_id=new_id(),
@@ -295,12 +297,12 @@ def _queue_name(options: dict[str, Any]) -> str:
     return str(getattr(queue, "name", queue) or options.get("routing_key") or "")
 
 
-def _checked_request_id(request_id: object) -> str:
-    if isinstance(request_id, str) and 1 <= len(request_id) <= MAX_REQUEST_ID_LENGTH:
-        return request_id
-    raise PolicyError(
-        f"request_id is {request_id!r}; give text of 1 to {MAX_REQUEST_ID_LENGTH} characters"
-    )
+def _checked_id(what: str, value: object) -> str:
+    """Return an id if the ledger can hold it: text without control characters."""
+    try:
+        return check_text(value, what)
+    except InvalidName as exc:
+        raise PolicyError(str(exc)) from exc
 
 
 def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
@@ -330,7 +332,7 @@ def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Call
                     signature = signature_of(budget.app.tasks[name])
                     evaluation = policy.evaluate(name, signature, tuple(args or ()), kwargs or {})
                     options["task_id"] = task_id_of(
-                        evaluation.budget, _checked_request_id(request_id)
+                        evaluation.budget, _checked_id("request_id", request_id)
                     )
         return send_task(name, args, kwargs, *rest, **options)
 

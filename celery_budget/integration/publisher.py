@@ -43,6 +43,9 @@ class KombuPublisher:
         except (OperationalError, OSError, *connection.connection_errors) as exc:
             raise BrokerDown(repr(exc)) from exc
         except Exception as exc:
+            if type(exc).__module__.startswith("redis."):
+                # Out of memory, read-only, not authorised: it refuses all messages alike.
+                raise BrokerDown(repr(exc)) from exc
             # A channel that refused one message is closed; the next one needs another.
             self.reset()
             raise Unpublishable(repr(exc)) from exc

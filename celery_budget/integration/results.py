@@ -6,6 +6,7 @@ import logging
 
 from celery import Celery, states
 from celery.backends.base import DisabledBackend
+from celery.backends.rpc import RPCBackend
 
 from celery_budget.errors import AttemptLost, BudgetError, RequestNotRun
 
@@ -27,17 +28,36 @@ class BackendResults:
         run.
         """
         backend = self._app.backend
-        if isinstance(backend, DisabledBackend) or self._app.conf.result_backend == "rpc://":
+        if isinstance(backend, (DisabledBackend, RPCBackend)):
             return None
         meta = backend.get_task_meta(task_id)
         if meta["status"] == states.SUCCESS:
             return "returned"
-        if meta["status"] == states.FAILURE and not isinstance(meta["result"], RequestNotRun):
+        ours = isinstance(meta["result"], (AttemptLost, RequestNotRun))
+        if meta["status"] == states.FAILURE and not ours:
             return "raised"
         return None
 
+    @property
+    def counts_chord_members(self) -> bool:
+        """Whether the backend counts a chord's members by plain counters.
+
+        Giving a stored result again would count its member twice (memcached, DynamoDB, GCS). Redis
+        knows members by their index, the others look at the results themselves.
+        """
+        backend = self._app.backend
+        return bool(getattr(backend, "implements_incr", False)) and not isinstance(
+            backend, _redis_backend()
+        )
+
     def ended(self, task_id: str, reason: str) -> None:
-        """Store why the task will not run (again), for whoever waits for its result."""
+        """Store why the task will not run (again), for whoever waits for its result.
+
+        Not for ``rpc://``, where a result is a message to whoever sent the task.
+        """
+        if isinstance(self._app.backend, RPCBackend):
+            logger.warning("task %s ended: %s; rpc:// cannot store that", task_id, reason)
+            return
         if reason in ("expired", "revoked"):
             self._app.backend.mark_as_revoked(task_id, reason=reason)
         elif reason == "lost":
@@ -49,3 +69,12 @@ class BackendResults:
         """Store ``error`` as the task's failure."""
         logger.error("%s", error)
         self._app.backend.mark_as_failure(task_id, error)
+
+
+def _redis_backend() -> tuple[type, ...]:
+    """Return the classes that count members by index; none where the Redis client is missing."""
+    try:
+        from celery.backends.redis import RedisBackend
+    except ImportError:
+        return ()
+    return (RedisBackend,)

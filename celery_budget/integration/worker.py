@@ -36,6 +36,15 @@ RENEWALS_PER_LEASE = 4
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+#: Set when the worker is gone, its pool included.
+_stopped = threading.Event()
+
+
+@signals.worker_shutdown.connect
+def _on_shutdown(**_: Any) -> None:
+    _stopped.set()
+
+
 class LeaseStep(bootsteps.StartStopStep):
     """Keeps the leases of this worker's attempts alive, from a thread of its main process.
 
@@ -43,11 +52,6 @@ class LeaseStep(bootsteps.StartStopStep):
     """
 
     requires = ("celery.worker.components:Pool",)
-
-    def __init__(self, parent: Any, **kwargs: Any) -> None:
-        super().__init__(parent, **kwargs)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def start(self, parent: Any) -> None:
         """Check tasks and ledger, then start renewing.
@@ -58,23 +62,19 @@ class LeaseStep(bootsteps.StartStopStep):
         if budget is None:
             return
         _check(budget)
-        self._stop.clear()
-        self._thread = threading.Thread(
+        _stopped.clear()
+        threading.Thread(
             target=self._run, args=(budget,), name="budget-leases", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     def stop(self, parent: Any) -> None:
-        """Stop renewing, after the pool has ended its tasks."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5)
+        """Go on: steps are stopped before the pool has ended its tasks, whose leases must live."""
 
     terminate = stop
 
     def _run(self, budget: CeleryBudget) -> None:
         wait = budget.settings.lease_seconds / RENEWALS_PER_LEASE
-        while not self._stop.wait(wait):
+        while not _stopped.wait(wait):
             try:
                 task_ids = _active_task_ids(budget.app)
                 if task_ids:
@@ -156,6 +156,34 @@ class BudgetRequest(Request):
             self._worker_lost(may_rerun=False)
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        """Revoke what the ledger lets go; a copy of what runs or has ended is dropped.
+
+        Celery stores REVOKED from here, also for a duplicate that came after ``expires`` while the
+        task runs.
+        """
+        if terminated or self._released("expired" if expired else "revoked"):
+            super()._announce_revoked(reason, terminated, signum, expired)
+            return
+        state.task_ready(self)
+        self.acknowledge()
+        self._already_revoked = True
+
+    def _released(self, reason: str) -> bool:
+        """Give the hold back; false where it is not this message's to give.
+
+        Where the ledger cannot be told it is not: recovery brings the request to its end.
+        """
+        budget = find_installed(self.app)
+        found = parse_header(self.request_dict.get(HEADER))
+        if budget is None or found is None:
+            return True
+        try:
+            return settlement.revoke(budget.store, *found, reason)
+        except Exception:
+            logger.exception("the ledger could not be told that a task was revoked")
+            return False
+
     def _worker_lost(self, may_rerun: bool) -> bool:
         """Tell the ledger; return whether the task is not over, so that Celery stores nothing.
 
@@ -203,15 +231,9 @@ def _close(task: Any) -> None:
 
 @signals.task_revoked.connect
 @_safe
-def _on_revoked(sender: Any, request: Any, terminated: bool, expired: bool, **_: Any) -> None:
+def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:
     budget = find_installed(sender.app) if isinstance(sender, BudgetedTask) else None
-    if budget is None:
-        return
-    if terminated:
+    if budget is not None and terminated:
         settlement.worker_lost(
             budget.store, budget.settings, str(request.id), BOOT_ID, may_rerun=False
         )
-        return
-    found = parse_header(getattr(request, HEADER, None))
-    if found is not None:
-        settlement.release(budget.store, *found, "expired" if expired else "revoked")

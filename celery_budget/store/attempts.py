@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     CLAIMABLE,
+    Again,
     Claimed,
     Closed,
     Missing,
@@ -29,7 +30,7 @@ from celery_budget.core.reservations import (
     StoredOutcome,
 )
 from celery_budget.store import outbox, parked, usage
-from celery_budget.store.continuations import next_attempt
+from celery_budget.store.continuations import again_request, next_attempt
 from celery_budget.store.reservations import finish, lines_of, lock
 from celery_budget.store.schema import attempts, now_us, reservations
 
@@ -196,7 +197,8 @@ def end(
 
     With a successor (a retry) the reservation waits and keeps its hold. Otherwise it is settled:
     at what was used, or, where a success recorded nothing, at the estimate on top of what earlier
-    attempts used.
+    attempts used. A rejected message comes again from the outbox, later each time, until its turns
+    are over.
     """
     row = owned(connection, root, reservation_id, attempt, claim_id)
     if row is None:
@@ -207,11 +209,7 @@ def end(
             connection, root, reservation_id, state="waiting", retries=retries, deliveries=0
         )
         write_end(connection, root, reservation_id, attempt, outcome, is_open=False)
-    elif outcome.kind == "rejected" and outcome.requeue:
-        # The broker delivers the same message again.
-        set_reservation(connection, root, reservation_id, state="waiting")
-        write_end(connection, root, reservation_id, attempt, outcome, is_open=False)
-    else:
+    elif outcome.again is None or not _reject(connection, row, attempt, outcome, outcome.again):
         recorded = usage.recorded(connection, root, reservation_id, attempt)
         unmetered = outcome.kind == "returned" and recorded is None
         charges = {
@@ -222,6 +220,24 @@ def end(
         write_end(connection, root, reservation_id, attempt, outcome, is_open=True)
         return "settled"
     return "waiting"
+
+
+def _reject(
+    connection: Connection, row: sa.Row[Any], attempt: int, outcome: Outcome, again: Again
+) -> bool:
+    """Have a rejected message published again, later each time; false where its turns are over."""
+    if row.deliveries >= again.deliveries:
+        return False
+    message = outbox.take(connection, row.root, row.reservation_id, row.retries)
+    if message is None:
+        return False
+    write_end(connection, row.root, row.reservation_id, attempt, outcome, is_open=False)
+    set_reservation(connection, row.root, row.reservation_id, state="waiting")
+    request = again_request(connection, row)
+    next_attempt(connection, request, message, attempt, False, again.park_us)
+    wait_us = again.wait_us * 2 ** min(row.deliveries - 1, 10)
+    outbox.make_due(connection, row.root, row.reservation_id, row.retries, wait_us)
+    return True
 
 
 def follow(

@@ -32,6 +32,8 @@ R = TypeVar("R")
 TRIES = 4
 FIRST_WAIT_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 5.0
+#: How long a thread waits for the others of its process that use the same SQLite file.
+GATE_SECONDS = 30.0
 
 #: Marks a connection whose transaction only reads.
 _READ = "budget_read"
@@ -51,6 +53,7 @@ class Store:
     """
 
     def __init__(self, url: str, lock_seconds: float = 5.0) -> None:
+        self._gate = threading.RLock()
         self._lock_ms = max(1, int(lock_seconds * 1000))
         self._engine = _create_engine(url, self._lock_ms)
         self._autocommit = (
@@ -77,7 +80,7 @@ class Store:
         :raises StoreError: for whatever the database or the way to it refuses.
         :raises SchemaError: where tables are missing.
         """
-        with self._translated(), self._engine.begin() as connection:
+        with self._translated(), self._gated(), self._engine.begin() as connection:
             if self.dialect == "postgresql":
                 connection.execute(
                     sa.text("SELECT set_config('lock_timeout', :ms, true)"),
@@ -91,7 +94,7 @@ class Store:
         options: dict[str, Any] = {_READ: True}
         if self.dialect == "postgresql":
             options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        with self._translated(), self._engine.connect() as connection:
+        with self._translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
 
     @contextmanager
@@ -159,9 +162,14 @@ class Store:
             try:
                 with connect() as connection:
                     return function(connection, *args, **kwargs)
-            except StoreError as error:
+            except (StoreError, SchemaError) as error:
                 failures += 1
-                if not error.retryable or (tries is not None and failures >= tries):
+                if tries is None:
+                    # A missing table is waited out as well: no task fails for it.
+                    hopeless = isinstance(error, StoreError) and not error.retryable
+                else:
+                    hopeless = isinstance(error, SchemaError) or not error.retryable
+                if hopeless or (tries is not None and failures >= tries):
                     raise
                 wait = backoff_seconds(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
                 if tries is None:
@@ -171,12 +179,42 @@ class Store:
                 elif stop.wait(wait):
                     raise
 
+    @contextmanager
+    def _gated(self) -> Iterator[None]:
+        """On SQLite, keep a fork from happening in the middle, and threads from spinning.
+
+        A child inherits SQLite's own note of the locks its parent holds, and nobody would ever
+        release those of a transaction that another thread had open.
+        """
+        if self.dialect != "sqlite":
+            yield
+            return
+        gate = self._gate
+        if not gate.acquire(timeout=GATE_SECONDS):
+            raise StoreError(f"other threads kept {self.url} busy for {GATE_SECONDS} s", True)
+        try:
+            yield
+        finally:
+            gate.release()
+
+    def before_fork(self) -> None:
+        """Wait for open transactions and close idle connections (SQLite only)."""
+        if self.dialect == "sqlite":
+            self._gate.acquire()
+            self._engine.dispose()
+
+    def after_fork_in_parent(self) -> None:
+        """Let transactions go on."""
+        if self.dialect == "sqlite":
+            self._gate.release()
+
     def dispose(self) -> None:
         """Close all connections; the store may be used again."""
         self._engine.dispose()
 
-    def forget_connections(self) -> None:
-        """Drop inherited connections without touching their sockets (after a fork)."""
+    def after_fork_in_child(self) -> None:
+        """Drop inherited connections without touching their sockets."""
+        self._gate = threading.RLock()
         self._engine.dispose(close=False)
 
     @contextmanager
@@ -238,12 +276,7 @@ def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
 
 
 def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
-    """Return the error a caller sees for what the driver raised.
-
-    Retryable are: a connection lost or refused, a lock not had in time, a deadlock, a
-    serialization failure, a server that shuts down or starts up. All of them are the driver's
-    OperationalError, and of an OperationalError only a missing table or column is not.
-    """
+    """Return the error a caller sees for what the driver raised."""
     said = str(error.orig).strip().splitlines()
     message = said[0] if said else type(error.orig).__name__
     state = getattr(error.orig, "sqlstate", None)
@@ -254,16 +287,48 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
             f"the ledger's tables in {url} are missing or of another version ({message}); "
             "run 'celery -A PROJ budget init'"
         )
-    retryable = error.connection_invalidated or isinstance(
-        error, (exc.OperationalError, exc.InterfaceError)
+    return StoreError(
+        f"the ledger's database {url} failed: {message}",
+        retryable=error.connection_invalidated or not _is_the_statements(error, state),
     )
-    return StoreError(f"the ledger's database {url} failed: {message}", retryable)
 
 
-def _forget_inherited_connections() -> None:
-    for store in list(_stores):
-        store.forget_connections()
+def _is_the_statements(error: exc.DBAPIError, state: str | None) -> bool:
+    """Tell whether the statement or its values are wrong, so that repeating it cannot help.
+
+    Everything else is the database's state, which may pass: a lost connection, a lock not had in
+    time, a failover to a server that is still read-only, a full disk.
+    """
+    if state is not None:
+        # data exception, integrity violation, syntax error or access rule, program limit
+        return state[:2] in ("22", "23", "54") or (state[:2] == "42" and state != "42501")
+    return isinstance(error, (exc.DataError, exc.IntegrityError, exc.ProgrammingError))
+
+
+_forking: list[Store] = []
+
+
+def _before_fork() -> None:
+    _forking[:] = _stores
+    for store in _forking:
+        store.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for store in _forking:
+        store.after_fork_in_parent()
+    _forking.clear()
+
+
+def _after_fork_in_child() -> None:
+    for store in _forking:
+        store.after_fork_in_child()
+    _forking.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_inherited_connections)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
 from celery_budget.store import outbox, usage
 from celery_budget.store.attempts import (
@@ -31,6 +32,7 @@ __all__ = [
     "REPLAY_LEASES",
     "OpenAttempt",
     "abandon",
+    "fence",
     "lapsed",
     "open_of",
     "republish_ended",
@@ -162,6 +164,26 @@ def republish_ended(
     if extended:
         outbox.make_due(connection, root, seen.reservation_id, seen.retries)
     return bool(extended)
+
+
+def fence(connection: Connection, root: str, seen: OpenAttempt, lease_us: int) -> uuid.UUID | None:
+    """Take the claim of a running attempt that lapsed; its worker has no say any more.
+
+    Locks its reservation. None where it has ended or was renewed since it was ``seen``. Whoever
+    takes it has ``lease_us`` to end it; then it has lapsed again.
+    """
+    if owned(connection, root, seen.reservation_id, seen.attempt, seen.claim_id) is None:
+        return None
+    claim_id = new_id()
+    taken = connection.execute(
+        attempts.update()
+        .where(
+            attempt_key(root, seen.reservation_id, seen.attempt),
+            attempts.c.lease_until_us <= now_us(),
+        )
+        .values(claim_id=claim_id, boot_id=NOBODY, lease_until_us=now_us() + lease_us)
+    ).rowcount
+    return claim_id if taken else None
 
 
 def abandon(

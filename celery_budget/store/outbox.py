@@ -225,7 +225,8 @@ def reschedule(
         outbox.update()
         .where(rows)
         .values(
-            due_us=now_us() + wait_us,
+            # One time for all of them, so that they keep their order.
+            due_us=sa.select(now_us() + wait_us).scalar_subquery(),
             failures=outbox.c.failures + int(failed),
             last_error=error,
         )
@@ -358,10 +359,17 @@ def prune(connection: Connection, root: str, limit: int) -> int:
 
     Until then they keep a replay of the parent from publishing them again.
     """
-    parent_open = sa.exists().where(
-        attempts.c.root == outbox.c.root,
-        attempts.c.reservation_id == outbox.c.parent_id,
-        attempts.c.lease_until_us.is_not(None),
+    parent_open = sa.or_(
+        sa.exists().where(
+            attempts.c.root == outbox.c.root,
+            attempts.c.reservation_id == outbox.c.parent_id,
+            attempts.c.lease_until_us.is_not(None),
+        ),
+        sa.exists().where(
+            reservations.c.root == outbox.c.root,
+            reservations.c.reservation_id == outbox.c.parent_id,
+            reservations.c.ended_us.is_(None),
+        ),
     )
     ids = (
         connection.execute(

@@ -35,6 +35,7 @@ __all__ = [
     "note_refusal",
     "release",
     "reserve",
+    "revoke",
 ]
 
 
@@ -425,3 +426,10 @@ def release(
     finish(connection, root, row, state, used, reason=reason)
     outbox.drop(connection, root, reservation_id)
     return row
+
+
+def revoke(connection: Connection, root: str, reservation_id: uuid.UUID, reason: str) -> bool:
+    """Release a request, as :func:`release`; false where there is one that runs or has ended."""
+    if release(connection, root, reservation_id, reason) is not None:
+        return True
+    return lock(connection, root, reservation_id) is None

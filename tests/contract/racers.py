@@ -134,7 +134,7 @@ def _live(ledger: Ledger, chance: random.Random, requests: int) -> int:
         admitted += 1
         what = chance.choice(("hold", "release", "settle", "raise"))
         if what == "release":
-            settlement.release(ledger.store, ledger.root, request.reservation_id, "cancelled")
+            settlement.revoke(ledger.store, ledger.root, request.reservation_id, "cancelled")
         elif what != "hold":
             attempt = ledger.run(request)
             attempt.record(chance.randint(0, amount))

@@ -30,6 +30,7 @@ class Results:
 
     stored: dict[str, str] = field(default_factory=dict)
     told: list[tuple[str, str]] = field(default_factory=list)
+    counts_chord_members: bool = False
 
     def ready(self, task_id: str) -> str | None:
         return self.stored.get(task_id)
@@ -103,7 +104,7 @@ class Ledger:
         return ReserveRequest(**{**values, **changes})
 
     def admit(self, request: ReserveRequest, **changes: Any) -> Admitted:
-        flags = {n: changes.pop(n) for n in ("continuation", "delivered") if n in changes}
+        flags = {n: changes.pop(n) for n in ("continuation", "delivered", "stop") if n in changes}
         return admission.admit(
             self.store, self.settings, request, message_of(request, **changes), **flags
         )
@@ -127,7 +128,7 @@ class Ledger:
             BOOT,
             late_ack=True,
         )
-        return settlement.claim(self.store, self.settings, replace(delivery, **changes))
+        return settlement.claim(self.store, self.settings, replace(delivery, **changes), new_id())
 
     def run(self, request: ReserveRequest, **changes: Any) -> Attempt:
         """Claim the attempt of ``request``; it must be free."""

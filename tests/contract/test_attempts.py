@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_budget import settlement
 from celery_budget.core.identity import new_id
-from celery_budget.core.reservations import Closed, Missing, Outcome, Running, StoredOutcome
+from celery_budget.core.reservations import (
+    Again,
+    Closed,
+    Missing,
+    Outcome,
+    Running,
+    StoredOutcome,
+)
 from celery_budget.settlement import Attempt
 from celery_budget.store import attempts
 from celery_budget.store.attempts import Delivery
@@ -79,11 +87,13 @@ def test_a_message_of_another_retry_runs_nothing(funded: Ledger) -> None:
 
 def test_a_released_request_does_not_run(funded: Ledger) -> None:
     request = funded.reserve(10)
-    settlement.release(funded.store, funded.root, request.reservation_id, "cancelled")
+    settlement.revoke(funded.store, funded.root, request.reservation_id, "cancelled")
     assert funded.deliver(request) == Closed("released")
 
 
 #: outcome, what is recorded, a retry is written, the state, (reserved, spent) and the flag.
+REQUEUED = Outcome("rejected", again=Again(10, 1, 10**12))
+
 ENDS = [
     pytest.param(RETURNED, [4], False, "settled", (0, 4), False, id="returned-metered"),
     pytest.param(RETURNED, [0], False, "settled", (0, 0), False, id="returned-metered-as-0"),
@@ -97,9 +107,7 @@ ENDS = [
     pytest.param(Outcome("replaced"), [3], False, "settled", (0, 3), False, id="replaced"),
     pytest.param(Outcome("ignored"), [], False, "settled", (0, 0), False, id="ignored"),
     pytest.param(Outcome("rejected"), [2], False, "settled", (0, 2), False, id="rejected"),
-    pytest.param(
-        Outcome("rejected", requeue=True), [2], False, "waiting", (10, 0), False, id="requeued"
-    ),
+    pytest.param(REQUEUED, [2], False, "waiting", (12, 0), False, id="requeued"),
 ]
 
 
@@ -133,10 +141,34 @@ def test_an_attempt_ends(
     assert funded.balance() == balance
 
 
+def test_a_requeued_message_comes_again_until_its_turns_are_over(funded: Ledger) -> None:
+    request, attempt = funded.start(10)
+    for turn in range(2):
+        attempt.end(replace(REQUEUED, again=Again(3, 60_000_000, 10**12)))
+        message = funded.message(request)
+        assert message.state == "due"
+        assert message.due_us > message.created_us + 60_000_000 * 2**turn - 10_000_000
+        attempt = funded.run(request)
+    attempt.record(4)
+    attempt.end(replace(REQUEUED, again=Again(3, 60_000_000, 10**12)))
+    assert attempt.settled
+    assert (funded.state(request), funded.balance()) == ("settled", (0, 4))
+
+
+def test_a_requeued_message_that_does_not_fit_again_is_parked(funded: Ledger) -> None:
+    """Its usage counts: rejecting for ever must not pass the limit."""
+    request, attempt = funded.start(60)
+    attempt.record(50)
+    attempt.end(REQUEUED)
+    assert (funded.state(request), funded.balance()) == ("waiting", (50, 0))
+    [parked] = funded.rows("parked")
+    assert parked.reservation_id == request.reservation_id
+
+
 def test_a_requeued_message_starts_the_next_attempt(funded: Ledger) -> None:
     request, attempt = funded.start(10)
     attempt.record(2)
-    attempt.end(Outcome("rejected", requeue=True))
+    attempt.end(REQUEUED)
     second = funded.run(request)
     assert second.number == 2
     assert funded.row(request).deliveries == 2

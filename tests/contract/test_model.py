@@ -186,7 +186,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def release(self, one: Work) -> None:
         if one.state == "refused":
             return
-        done = settlement.release(
+        done = settlement.revoke(
             self.ledger.store, self.ledger.root, one.request.reservation_id, "cancelled"
         )
         assert done == (one.state in ("reserved", "waiting"))

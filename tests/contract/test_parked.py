@@ -57,7 +57,7 @@ def test_parked_work_is_admitted_when_it_fits(funded: Ledger, how: str) -> None:
     if how == "limit":
         funded.set("b", 130)
     elif how == "release":
-        settlement.release(funded.store, funded.root, holder.reservation_id, "cancelled")
+        settlement.revoke(funded.store, funded.root, holder.reservation_id, "cancelled")
     else:
         attempt = funded.run(holder)
         attempt.record(70)

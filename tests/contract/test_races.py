@@ -145,7 +145,7 @@ def test_a_mark_beside_what_it_marks(racing: Ledger, other: str) -> None:
                 calls.append(lambda request=request: racing.deliver(request))
             else:
                 key = (racing.root, request.reservation_id, "cancelled")
-                calls.append(lambda key=key: settlement.release(racing.store, *key))
+                calls.append(lambda key=key: settlement.revoke(racing.store, *key))
         at_once(calls)
         wanted = {"settle": "settled", "release": "released", "claim": "running"}[other]
         assert {racing.state(request) for request in requests} == {wanted}
@@ -225,11 +225,11 @@ def test_a_repeat_beside_a_release_is_reserved_or_was(racing: Ledger) -> None:
         admitted, released = at_once(
             [
                 lambda again=again: racing.admit(again),
-                lambda key=key: settlement.release(racing.store, *key),
+                lambda key=key: settlement.revoke(racing.store, *key),
             ]
         )
         assert released
         held = 10 if admitted == Reserved(again.reservation_id) else 0
         assert racing.balance() == (held, 0)
         if held:
-            settlement.release(racing.store, racing.root, again.reservation_id, "cancelled")
+            settlement.revoke(racing.store, racing.root, again.reservation_id, "cancelled")

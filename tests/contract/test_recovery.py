@@ -174,11 +174,57 @@ def test_an_unclosed_attempt_with_nothing_left_to_do_is_closed(funded: Ledger, w
     request, attempt = funded.start(10)
     attempt.end(RETURNED if why == "result stored" else Outcome("ignored"))
     if why == "result stored":
+        # And it would count a chord's member once more.
         funded.results.stored[request.task_id] = "returned"
+        funded.results.counts_chord_members = True
     funded.lapse(request)
     assert funded.recover() == Recovered(finished=1)
     assert funded.message(request) is None
     assert funded.deliver(request) == Closed("settled")
+
+
+def test_a_stored_result_is_given_again_for_what_comes_after_it(funded: Ledger) -> None:
+    """Celery stores a result before it counts a chord's member and calls errbacks."""
+    request, attempt = funded.start(10)
+    attempt.end(RETURNED)
+    funded.results.stored[request.task_id] = "returned"
+    funded.lapse(request)
+    assert funded.recover() == Recovered(replayed=1)
+
+
+def test_a_worker_that_wakes_while_its_attempt_is_given_up_has_no_say(funded: Ledger) -> None:
+    request, attempt = funded.start(10, late_ack=False)
+    funded.lapse(request)
+    ended: list[bool] = []
+
+    def wake(task_id: str, reason: str) -> None:
+        ended.append(attempt.end(RETURNED))
+
+    funded.results.ended = wake  # type: ignore[method-assign]
+    assert funded.recover() == Recovered(lost=1)
+    assert ended == [False]
+    assert funded.state(request) == "lost"
+
+
+def test_a_request_with_a_result_is_not_started_any_more(funded: Ledger) -> None:
+    """A time limit struck while the worker waited for the ledger to claim it."""
+    request = funded.reserve(10)
+    funded.relay()
+    funded.results.stored[request.task_id] = "raised"
+    funded.make_due(request)
+    assert funded.recover() == Recovered(finished=1)
+    assert (funded.state(request), funded.balance()) == ("released", (0, 0))
+
+
+def test_a_result_backend_that_is_down_holds_nothing_up(funded: Ledger) -> None:
+    late, request = funded.reserve(1, expires_us=1), funded.reserve(1)
+
+    def down(task_id: str, reason: str) -> None:
+        raise ConnectionError
+
+    funded.results.ended = down  # type: ignore[method-assign]
+    assert funded.relay().published == 1
+    assert (funded.state(late), funded.state(request)) == ("reserved", "published")
 
 
 def test_a_message_that_nobody_starts_is_published_again_later_and_later(funded: Ledger) -> None:

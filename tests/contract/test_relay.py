@@ -187,7 +187,7 @@ def test_a_worker_or_a_release_may_be_faster_than_the_mark(funded: Ledger, how_f
 
     def meanwhile(message: WireMessage) -> None:
         if how_far == "released":
-            settlement.release(funded.store, funded.root, request.reservation_id, "cancelled")
+            settlement.revoke(funded.store, funded.root, request.reservation_id, "cancelled")
             return
         attempt = funded.run(request)
         if how_far != "claimed":

@@ -22,7 +22,7 @@ def test_a_report_counts_everything_once(funded: Ledger) -> None:
         attempt.end(outcome)
         attempt.close()
     gone = funded.reserve(1)
-    settlement.release(funded.store, funded.root, gone.reservation_id, "cancelled")
+    settlement.revoke(funded.store, funded.root, gone.reservation_id, "cancelled")
     funded.admit(funded.request(99))
     funded.admit(funded.request(99), continuation=True)
     report = reconcile.report(funded.store, funded.settings)

@@ -119,7 +119,7 @@ def test_another_key_is_another_request(funded: Ledger, other: dict[str, Any]) -
 
 def test_an_id_that_never_ran_may_be_reserved_anew(funded: Ledger) -> None:
     request = funded.reserve(10)
-    assert settlement.release(funded.store, funded.root, request.reservation_id, "cancelled")
+    assert settlement.revoke(funded.store, funded.root, request.reservation_id, "cancelled")
     assert funded.balance() == (0, 0)
     again = replace(request, reservation_id=new_id(), fingerprint="1:other")
     assert funded.admit(again) == Reserved(again.reservation_id)
@@ -194,6 +194,6 @@ def test_what_runs_or_has_ended_is_not_released(funded: Ledger, ended: bool) -> 
         attempt.end(RETURNED)
         attempt.close()
     before = funded.dump()
-    assert not settlement.release(funded.store, funded.root, request.reservation_id, "cancelled")
-    assert not settlement.release(funded.store, funded.root, new_id(), "cancelled")
+    assert not settlement.revoke(funded.store, funded.root, request.reservation_id, "cancelled")
+    assert settlement.revoke(funded.store, funded.root, new_id(), "cancelled"), "not ours to keep"
     assert funded.dump() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
-from celery_budget.store import Store, budgets, engine, schema
+from celery_budget.store import Store, budgets, engine, migrate, schema
 from tests.contract.support import Ledger
 
 
@@ -173,3 +174,33 @@ def test_a_child_opens_connections_of_its_own(funded: Ledger) -> None:
     assert child.exitcode == 0
     funded.reserve(1)
     assert funded.balance() == (3, 0)
+
+
+def test_a_child_forked_amid_another_threads_transaction_is_not_locked_out(
+    sqlite_url: str,
+) -> None:
+    """SQLite notes its own locks in the process; a child would inherit them for good."""
+    store = Store(sqlite_url, lock_seconds=0.2)
+    store.run(migrate.upgrade)
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.transaction():
+            inside.set()
+            leave.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(30)
+    threading.Timer(0.2, leave.set).start()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store.run(budgets.set_budget, "default", "b", 1, "tokens")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    holder.join()
+    assert store.run(budgets.balance, "default", "b").limit == 1
+    store.dispose()

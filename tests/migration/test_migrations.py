@@ -133,11 +133,13 @@ def test_a_database_of_another_version_is_told(empty: Store) -> None:
 def test_everything_on_a_database_without_tables_is_a_schema_error(empty: Store) -> None:
     ledger = Ledger(empty, Settings("unused"))
     request = ledger.request(1)
+    stopped = threading.Event()
+    stopped.set()
     calls = [
         lambda: ledger.set("b", 1),
         lambda: ledger.admit(request),
-        lambda: ledger.admit(request, continuation=True),
-        lambda: ledger.deliver(request),
+        # A worker waits until there are tables, or until it is told to stop.
+        lambda: ledger.admit(request, continuation=True, stop=stopped),
         ledger.relay,
         ledger.recover,
         lambda: admission.admit_parked(empty, ledger.settings, ledger.results.ended),
