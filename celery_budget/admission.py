@@ -13,7 +13,7 @@ from collections.abc import Callable
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, continuations, outbox, parked, reservations
+from celery_budget.store import Store, attempts, continuations, outbox, parked, requests
 
 __all__ = ["admit", "admit_parked", "count_refusal", "enqueue", "retry"]
 
@@ -49,7 +49,7 @@ def admit(
             park_us=settings.park_us,
         )
     return store.run_statement(
-        reservations.reserve, request, message, delivered_us=delivered_us, lock_ms=settings.lock_ms
+        requests.reserve, request, message, delivered_us=delivered_us, lock_ms=settings.lock_ms
     )
 
 
@@ -92,9 +92,7 @@ def count_refusal(
     store: Store, settings: Settings, budget: str, stage: str, task_name: str, requested: int
 ) -> None:
     """Count a request that was turned away for another reason than its budget's balance."""
-    store.wait_out(
-        None, reservations.note_refusal, settings.root, budget, stage, task_name, requested
-    )
+    store.wait_out(None, requests.note_refusal, settings.root, budget, stage, task_name, requested)
 
 
 def admit_parked(

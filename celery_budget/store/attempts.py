@@ -42,6 +42,7 @@ __all__ = [
     "close",
     "end",
     "follow",
+    "of_reservation",
     "owned",
     "renew",
     "set_reservation",
@@ -51,6 +52,13 @@ __all__ = [
 
 #: Who holds the lease of an ended attempt that waits for a worker to give its outcome again.
 NOBODY = uuid.UUID(int=0)
+
+
+#: Joins attempts and their reservations.
+of_reservation = sa.and_(
+    attempts.c.root == reservations.c.root,
+    attempts.c.reservation_id == reservations.c.reservation_id,
+)
 
 
 @dataclass(frozen=True)
@@ -268,10 +276,7 @@ def _ended_as(
         sa.select(reservations.c.state)
         .join(
             attempts,
-            sa.and_(
-                attempts.c.root == reservations.c.root,
-                attempts.c.reservation_id == reservations.c.reservation_id,
-            ),
+            of_reservation,
         )
         .where(
             attempt_key(root, reservation_id, attempt),
@@ -350,10 +355,7 @@ def renew(
         sa.select(attempts.c.reservation_id, attempts.c.attempt)
         .join(
             reservations,
-            sa.and_(
-                reservations.c.root == attempts.c.root,
-                reservations.c.reservation_id == attempts.c.reservation_id,
-            ),
+            of_reservation,
         )
         .where(
             attempts.c.root == root,

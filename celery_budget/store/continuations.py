@@ -26,14 +26,8 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import BudgetError
 from celery_budget.store import outbox, parked
-from celery_budget.store.reservations import (
-    hold,
-    lines_of,
-    lock,
-    note_given_up,
-    release,
-    reserve,
-)
+from celery_budget.store.requests import note_given_up, reserve
+from celery_budget.store.reservations import hold, lines_of, lock, release
 
 #: Why parked work ends that waited longer than it may.
 GIVEN_UP = "park_expired"

@@ -20,6 +20,7 @@ from celery_budget.store.attempts import (
     NOBODY,
     attempt_key,
     follow,
+    of_reservation,
     owned,
     set_reservation,
     write_end,
@@ -129,10 +130,7 @@ def _select_open() -> sa.Select[Any]:
         reservations.c.deliveries,
     ).join(
         reservations,
-        sa.and_(
-            reservations.c.root == attempts.c.root,
-            reservations.c.reservation_id == attempts.c.reservation_id,
-        ),
+        of_reservation,
     )
 
 

@@ -1,4 +1,4 @@
--- Admission in one round trip. Mirrors celery_budget.store.reserve for SQLite; one contract suite
+-- Admission in one round trip. Mirrors celery_budget.store.requests for SQLite; one contract suite
 -- holds both to the same behaviour.
 --
 -- Locks: the new reservation's key, then the balances in the order (budget, window, stripe).
