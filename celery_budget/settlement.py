@@ -62,6 +62,7 @@ class Attempt:
         again, not run again.
     :ivar called: whether the task's call is over; what is published now follows from it.
     :ivar replaced: whether the task has put another in its place.
+    :ivar error: what the task's call raised; none where it returned.
     :ivar settled: whether the reservation is settled and the attempt waits to be closed.
     """
 
@@ -75,6 +76,7 @@ class Attempt:
     called: bool = False
     settled: bool = False
     replaced: bool = False
+    error: BaseException | None = None
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

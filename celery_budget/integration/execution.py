@@ -33,6 +33,7 @@ from celery_budget.integration.context import (
     HEADER,
     Delivered,
     attach,
+    attempt_of,
     delivering,
     installed_on,
     parse_header,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["execute"]
+__all__ = ["execute", "guarded"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +64,12 @@ def execute(
     if request.is_eager:
         logger.warning("task %s[%s] runs eagerly, outside its budget", task.name, request.id)
         return body(*args, **kwargs)
+    _process.runs_tasks = True
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
     if attempt.replay is not None:
         attempt.called = attempt.settled = True
-        return _replay(task, attempt.replay)
+        return _replay(task, attempt, attempt.replay)
     try:
         value = body(*args, **kwargs)
         outcome = Outcome("returned", _written_value(budget, task, value))
@@ -85,6 +87,7 @@ def execute(
         # It comes again from the ledger, with back-off and counted; not from the broker.
         raise Ignore("the message is published again") from exc
     except Exception as exc:
+        attempt.error = exc
         _end(attempt, Outcome("raised", _written_error(budget, task, exc)))
         raise
     _end(attempt, outcome)
@@ -203,13 +206,14 @@ def _count_rejected(
     )
 
 
-def _replay(task: Any, stored: StoredOutcome) -> Any:
+def _replay(task: Any, attempt: settlement.Attempt, stored: StoredOutcome) -> Any:
     """Give a stored outcome again, so that chain, chord and result go on."""
     if stored.payload is None:
         raise Ignore("the outcome was not kept")
     value = loads(stored.payload)
     if stored.kind == "raised":
-        raise task.backend.exception_to_python(value)
+        attempt.error = task.backend.exception_to_python(value)
+        raise attempt.error
     content_type, content_encoding, body = value
     return serialization.loads(body, content_type, content_encoding, accept={content_type})
 
@@ -260,3 +264,49 @@ def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:
         budget.settings.outcome_bytes,
     )
     return None
+
+
+def guarded(backend: Any) -> Any:
+    """Return ``backend``, guarded once this process has run a budgeted task."""
+    return AttemptBackend(backend) if _process.runs_tasks else backend
+
+
+class _Process:
+    """Whether this process has run a budgeted task."""
+
+    runs_tasks = False
+
+
+_process = _Process()
+
+
+class AttemptBackend:
+    """The result backend, as Celery sees it while it stores what became of an attempt.
+
+    Where storing a result fails, Celery stores that failure as the task's. The attempt has ended,
+    with an outcome of its own: it stays open, and is given again when its lease is over.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def mark_as_failure(
+        self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any
+    ) -> Any:
+        """Store a failure if it is the task's own, or says that its outcome cannot be written.
+
+        :raises Ignore: for any other.
+        """
+        attempt = attempt_of(request)
+        if (
+            attempt is not None
+            and attempt.called
+            and exc is not attempt.error
+            and not isinstance(exc, EncodeError)
+        ):
+            logger.warning("the outcome of task %s could not be stored: %r", task_id, exc)
+            raise Ignore("the outcome is given again")
+        return self._backend.mark_as_failure(task_id, exc, *args, request=request, **kwargs)

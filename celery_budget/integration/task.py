@@ -20,7 +20,7 @@ from celery.local import PromiseProxy, Proxy
 from celery_budget.core.policies import BudgetPolicy
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
-from celery_budget.integration.execution import execute
+from celery_budget.integration.execution import execute, guarded
 
 __all__ = ["BudgetedTask", "budgeted", "policy_of", "signature_of", "upgrade_marked"]
 
@@ -73,6 +73,15 @@ class BudgetedTask(Task):
         body = self.run if following.__func__ is Task.__call__ else following
         _policy(self)
         return execute(self, body, args, kwargs)
+
+    @property
+    def backend(self) -> Any:
+        """The result backend; in a worker one that stores nothing but an attempt's outcome."""
+        return guarded(Task.backend.fget(self))
+
+    @backend.setter
+    def backend(self, value: Any) -> None:
+        self._backend = value
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         """Publish a message of this task; see :meth:`celery.app.task.Task.apply_async`.

@@ -146,6 +146,35 @@ def test_an_outcome_whose_result_was_not_stored_is_given_again(
     assert cluster.budget.balance("tenant:a").spent == 4
 
 
+@pytest.mark.parametrize(
+    ("task", "method"), [("draft", "mark_as_done"), ("fail", "mark_as_failure")]
+)
+def test_a_result_backend_that_was_away_is_no_failure_of_the_task(
+    redis_url: str,
+    postgres_url: str,
+    make_cluster: Callable[..., Cluster],
+    task: str,
+    method: str,
+) -> None:
+    cluster = make_cluster(
+        broker_url=redis_url,
+        result_backend=redis_url,
+        budget_database_url=postgres_url,
+        shop_break=method,
+    )
+    cluster.budget.set("tenant:a", limit=100, unit="tokens")
+    cluster.beat()
+    cluster.worker(concurrency=1)
+    if task == "draft":
+        assert cluster.task("draft").delay(6, "a", used=4).get(timeout=60) == 4
+    else:
+        with pytest.raises(ValueError, match="no"):
+            cluster.task("fail").delay("no", "a", used=4).get(timeout=60)
+    cluster.settle()
+    assert len(cluster.journal()) == 1
+    assert cluster.budget.balance("tenant:a").spent == 4
+
+
 def test_a_duplicate_of_a_closed_failure_does_nothing(
     redis_url: str,
     postgres_url: str,
