@@ -118,9 +118,10 @@ def ignored(tenant: str) -> None:
 @shared_task(name="steps.rejected", acks_late=True, bind=True)
 def rejected(self: Any, tenant: str, requeue: bool) -> str:
     """Reject the first delivery."""
-    usage.record(2)
+    first = usage.record(2, key="first")
     note(f"rejected {self.request.id}")
-    if requeue and self.request.delivery_info.get("redelivered"):
+    if not first:
+        usage.record(2)
         return "second"
     raise Reject("no", requeue=requeue)
 

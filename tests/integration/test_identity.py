@@ -152,7 +152,9 @@ def test_an_explicit_task_id_is_the_request_id(shop: Shop, draft: Any) -> None:
     assert message.headers["id"] == "mine"
 
 
-@pytest.mark.parametrize("request_id", [7, "", "x" * 256, b"r", 1.5, False, uuid4()], ids=repr)
+@pytest.mark.parametrize(
+    "request_id", [7, "", "x" * 256, b"r", 1.5, False, uuid4(), "a\0b", "\ud800"], ids=repr
+)
 def test_what_is_no_request_id(shop: Shop, draft: Any, request_id: Any) -> None:
     before = shop.ledger()
     for publish in (
@@ -172,7 +174,7 @@ def test_no_request_id_is_none(shop: Shop, draft: Any) -> None:
         assert "request_id" not in message.properties
 
 
-@pytest.mark.parametrize("request_id", ["x" * 255, "ä/ö \n", "'; --", "0"], ids=repr)
+@pytest.mark.parametrize("request_id", ["x" * 255, "ä/ö ", "'; --", "0"], ids=repr)
 def test_any_text_is_a_request_id(shop: Shop, draft: Any, request_id: str) -> None:
     first = draft.apply_async((1, "a"), request_id=request_id)
     assert draft.apply_async((1, "a"), request_id=request_id).id == first.id
@@ -182,7 +184,7 @@ def test_any_text_is_a_request_id(shop: Shop, draft: Any, request_id: str) -> No
 def test_the_id_of_a_request_that_never_ran_may_be_used_anew(shop: Shop, draft: Any) -> None:
     first = draft.apply_async((1, "a"), request_id="r")
     (row,) = shop.rows(schema.reservations)
-    assert settlement.release(shop.budget.store, row.root, row.reservation_id, "cancelled")
+    assert settlement.revoke(shop.budget.store, row.root, row.reservation_id, "cancelled")
     # The same again, or something else: the id is free.
     again = draft.apply_async((2, "a"), request_id="r")
     assert again.id == first.id

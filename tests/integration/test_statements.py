@@ -329,7 +329,7 @@ def test_an_attempt_is_closed(ledger: Ledger, costs: Expect) -> None:
 def test_a_hold_is_released(ledger: Ledger, costs: Expect) -> None:
     request = ledger.reserve()
     with costs("release"):
-        assert settlement.release(ledger.store, ledger.root, request.reservation_id, "revoked")
+        assert settlement.revoke(ledger.store, ledger.root, request.reservation_id, "revoked")
 
 
 @pytest.mark.parametrize(("count", "name"), [(0, "relay nothing"), (1, "relay"), (20, "relay")])
