@@ -104,6 +104,7 @@ def test_a_step_that_does_not_fit_waits_for_budget(tenant: Tenant, first: str) -
     work, plain = tenant.task("work"), tenant.task("plain")
     head = work.s(7, tenant.name) if first == "work" else plain.s(7)
     result = chain(head, work.s(tenant.name)).apply_async()
+    eventually(lambda: result.parent.state, states.SUCCESS.__eq__)
     assert result.parent.get(timeout=WAIT) == 7
     tenant.parked(result.id)
     # Parked work holds nothing.
@@ -133,8 +134,9 @@ def test_a_step_that_cannot_be_admitted_fails_and_not_the_one_before(
     result = chain(head, step(tenant)).apply_async()
     with pytest.raises(error):
         result.get(timeout=WAIT)
+    # Not get() at once: it may subscribe just after Celery has told of the result.
+    eventually(lambda: result.parent.state, states.SUCCESS.__eq__)
     assert result.parent.get(timeout=WAIT) == "seven"
-    assert result.parent.state == states.SUCCESS
     tenant.spent(5 if first == "work" else 0)
 
 
