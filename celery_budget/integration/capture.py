@@ -23,7 +23,7 @@ from celery_budget.errors import UnsupportedPublication
 
 __all__ = ["Envelope", "Record", "RecordingProducer", "fix_link_ids", "read", "written"]
 
-#: What kombu's publish takes by name; everything else in a message's properties is passed through.
+#: The exchange of RabbitMQ's native delayed delivery, and the digits it has before a routing key.
 DELAYED_EXCHANGE = "celery_delayed_27"
 DELAY_BITS = 28
 

@@ -45,6 +45,7 @@ __all__ = [
     "of_reservation",
     "owned",
     "renew",
+    "run_again",
     "set_reservation",
     "write_end",
     "write_retry",
@@ -234,17 +235,24 @@ def _reject(
     connection: Connection, row: sa.Row[Any], attempt: int, outcome: Outcome, again: Again
 ) -> bool:
     """Have a rejected message published again, later each time; false where its turns are over."""
-    if row.deliveries >= again.deliveries:
+    if row.deliveries >= again.deliveries or not run_again(connection, row, attempt, again.park_us):
         return False
+    write_end(connection, row.root, row.reservation_id, attempt, outcome, is_open=False)
+    wait_us = again.wait_us * 2 ** min(row.deliveries - 1, 10)
+    outbox.make_due(connection, row.root, row.reservation_id, row.retries, wait_us)
+    return True
+
+
+def run_again(connection: Connection, row: sa.Row[Any], attempt: int, park_us: int) -> bool:
+    """Have the message of an attempt that ends start the next one; false where it is gone.
+
+    The caller holds the reservation's row. What the next attempt needs may have to be parked for.
+    """
     message = outbox.take(connection, row.root, row.reservation_id, row.retries)
     if message is None:
         return False
-    write_end(connection, row.root, row.reservation_id, attempt, outcome, is_open=False)
     set_reservation(connection, row.root, row.reservation_id, state="waiting")
-    request = again_request(connection, row)
-    next_attempt(connection, request, message, attempt, False, again.park_us)
-    wait_us = again.wait_us * 2 ** min(row.deliveries - 1, 10)
-    outbox.make_due(connection, row.root, row.reservation_id, row.retries, wait_us)
+    next_attempt(connection, again_request(connection, row), message, attempt, False, park_us)
     return True
 
 

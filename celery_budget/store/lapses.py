@@ -22,10 +22,10 @@ from celery_budget.store.attempts import (
     follow,
     of_reservation,
     owned,
+    run_again,
     set_reservation,
     write_end,
 )
-from celery_budget.store.continuations import again_request, next_attempt
 from celery_budget.store.reservations import finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, now_us, reservations
 
@@ -230,12 +230,7 @@ def abandon(
                 connection, root, reservation_id, state="waiting", retries=retries, deliveries=0
             )
             return "waiting"
-        message = outbox.take(connection, root, reservation_id, row.retries)
-        if message is not None:
-            set_reservation(connection, root, reservation_id, state="waiting")
-            next_attempt(
-                connection, again_request(connection, row), message, attempt, False, park_us
-            )
+        if run_again(connection, row, attempt, park_us):
             return "waiting"
     recorded = usage.recorded(connection, root, reservation_id, attempt)
     state = "settled" if ready else "lost"

@@ -50,7 +50,6 @@ class Due:
     expired: bool
     started: bool
     failures: int
-    publishes: int
 
 
 def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
@@ -146,7 +145,6 @@ def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> li
             bool(row.expired),
             bool(taken[row.outbox_id].started),
             row.failures,
-            row.publishes,
         )
         for row in sorted(rows, key=lambda row: order[row.outbox_id])
     ]
