@@ -8,14 +8,24 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
-from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest
+from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest, Tried
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, continuations, outbox, parked, requests
+from celery_budget.store import (
+    Store,
+    attempts,
+    batch,
+    continuations,
+    outbox,
+    parked,
+    refusals,
+    requests,
+)
 
-__all__ = ["admit", "admit_parked", "count_refusal", "enqueue", "retry"]
+__all__ = ["admit", "admit_many", "admit_parked", "count_refusal", "enqueue", "retry"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +61,26 @@ def admit(
     return store.run_statement(
         requests.reserve, request, message, delivered_us=delivered_us, lock_ms=settings.lock_ms
     )
+
+
+def admit_many(
+    store: Store,
+    settings: Settings,
+    asked: Sequence[tuple[ReserveRequest, WireMessage]],
+    *,
+    best_effort: bool = False,
+) -> list[Tried]:
+    """Reserve several requests in one transaction and a fixed number of statements.
+
+    All or none; with ``best_effort`` each that fits, in their order.
+
+    :return: what came of each. An error of one is an outcome here: none raises but where the whole
+        batch fails.
+    :raises StoreError: nothing was changed.
+    """
+    if not asked:
+        return []
+    return store.run(batch.reserve_many, settings.root, asked, best_effort=best_effort)
 
 
 def retry(
@@ -92,7 +122,16 @@ def count_refusal(
     store: Store, settings: Settings, budget: str, stage: str, task_name: str, requested: int
 ) -> None:
     """Count a request that was turned away for another reason than its budget's balance."""
-    store.wait_out(None, requests.note_refusal, settings.root, budget, stage, task_name, requested)
+    store.wait_out(
+        None,
+        refusals.note_turned_away,
+        settings.root,
+        new_id(),
+        budget,
+        stage,
+        task_name,
+        requested,
+    )
 
 
 def admit_parked(

@@ -14,15 +14,21 @@ __all__ = [
     "BudgetExceeded",
     "ConfigurationError",
     "EstimateError",
+    "HoldsOpen",
     "InvalidAmount",
+    "InvalidBudget",
     "InvalidName",
+    "InvalidPeriod",
+    "KeyConflict",
     "NotInstalled",
     "PolicyError",
     "RequestConflict",
     "RequestNotRun",
+    "RequestRuns",
     "SchemaError",
     "StoreError",
     "UnknownBudget",
+    "UnknownRequest",
     "UnsupportedPublication",
 ]
 
@@ -57,6 +63,88 @@ class InvalidAmount(BudgetError, ValueError):
 
 class InvalidName(BudgetError, ValueError):
     """A budget's name is not text of 1 to 255 characters in NFC without control characters."""
+
+
+class InvalidPeriod(BudgetError, ValueError):
+    """A period, its time zone or its anchor day is none that there is."""
+
+
+class InvalidBudget(BudgetError, ValueError):
+    """A budget's terms cannot be met, by themselves or beside those of other budgets.
+
+    Nothing was changed.
+    """
+
+
+class HoldsOpen(BudgetError):
+    """A change would leave holds behind that are still open. Nothing was changed.
+
+    :param budget: the budget that was to be changed.
+    :param change: what was to be done with it.
+    :param holds: how many requests that have not ended draw on it.
+    """
+
+    def __init__(self, budget: str, change: str, holds: int) -> None:
+        super().__init__(budget, change, holds)
+        self.budget = budget
+        self.change = change
+        self.holds = holds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.change} of budget {self.budget!r} has to wait: {self.holds} of its requests "
+            f"have not ended; let them end first with 'celery -A PROJ budget close "
+            f"{shlex.quote(self.budget)} --drain'"
+        )
+
+
+class KeyConflict(BudgetError):
+    """The key of a grant or an adjustment is in use for another one. Nothing was changed.
+
+    :param key: the key that was given.
+    :param what: what it is the key of.
+    """
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(key, what)
+        self.key = key
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"key {self.key!r} is that of another {self.what}; repeat that one, or use a new key"
+
+
+class UnknownRequest(BudgetError, LookupError):
+    """No request with this id was admitted or parked.
+
+    :param some_id: the id that was looked for.
+    """
+
+    def __init__(self, some_id: str) -> None:
+        super().__init__(some_id)
+        self.some_id = some_id
+
+    def __str__(self) -> str:
+        return f"no request {self.some_id!r} was admitted or parked; nothing was changed"
+
+
+class RequestRuns(BudgetError):
+    """A request cannot be cancelled any more: it runs, or has run. Nothing was changed.
+
+    :param task_id: its task.
+    :param state: its state.
+    """
+
+    def __init__(self, task_id: str, state: str) -> None:
+        super().__init__(task_id, state)
+        self.task_id = task_id
+        self.state = state
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} is {self.state} and cannot be cancelled; to end a running one: "
+            f"app.control.revoke({self.task_id!r}, terminate=True)"
+        )
 
 
 class UnsupportedPublication(BudgetError):
@@ -103,17 +191,21 @@ class RequestConflict(BudgetError):
 
 
 class BudgetExceeded(BudgetError):
-    """A request does not fit its budget. It reserved nothing and was not published.
+    """A request does not fit a budget. It reserved nothing and was not published.
 
     All amounts are integers in the budget's unit, as they were when the request was refused.
 
-    :param budget: the budget that was short.
+    :param budget: the budget that was short, of all the request draws on.
     :param unit: what it counts.
     :param requested: the amount the request asked for.
     :param available: ``limit - reserved - spent``; negative where more was used than allowed.
-    :param limit: the budget's limit.
+    :param limit: the budget's limit in force.
     :param reserved: held by requests that have not ended yet.
     :param spent: used for good.
+    :param reason: ``exhausted`` (what is spent leaves no room), ``held`` (it would fit if what is
+        held came back), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
+    :param most: up to what this request could have filled the budget; below the limit where a stop
+        is in force.
     """
 
     def __init__(
@@ -125,8 +217,10 @@ class BudgetExceeded(BudgetError):
         limit: int,
         reserved: int,
         spent: int,
+        reason: str,
+        most: int,
     ) -> None:
-        super().__init__(budget, unit, requested, available, limit, reserved, spent)
+        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
         self.budget = budget
         self.unit = unit
         self.requested = requested
@@ -134,13 +228,26 @@ class BudgetExceeded(BudgetError):
         self.limit = limit
         self.reserved = reserved
         self.spent = spent
+        self.reason = reason
+        self.most = most
 
     def __str__(self) -> str:
+        stop = f", of which this request may fill {self.most}" if self.most < self.limit else ""
         return (
-            f"budget {self.budget!r} has {self.available} of {self.limit} {self.unit} available "
+            f"budget {self.budget!r} {_REASONS.get(self.reason, self.reason)}: {self.available} of "
+            f"{self.limit} {self.unit} available{stop} "
             f"({self.reserved} reserved, {self.spent} spent) and {self.requested} were requested; "
             f"see 'celery -A PROJ budget show {shlex.quote(self.budget)}'"
         )
+
+
+_REASONS = {
+    "exhausted": "is exhausted",
+    "held": "is held by requests that have not ended",
+    "blocked": "is blocked by its limit",
+    "draining": "is draining and takes nothing new",
+    "closed": "is closed",
+}
 
 
 class RequestNotRun(BudgetError):

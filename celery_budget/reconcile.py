@@ -6,13 +6,25 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from celery_budget.core.budgets import Balance
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, budgets, reports
+from celery_budget.store import Connection, Store, budgets, repairs, reports
+from celery_budget.store.balances import Key
 
-__all__ = ["Drift", "Reconciliation", "Report", "Story", "explain", "reconcile", "report"]
+__all__ = [
+    "Drift",
+    "Reconciliation",
+    "Report",
+    "Story",
+    "balance_as_dict",
+    "explain",
+    "reconcile",
+    "repair",
+    "report",
+]
 
 
 @dataclass(frozen=True)
@@ -114,9 +126,18 @@ def reconcile(store: Store, settings: Settings) -> Reconciliation:
 
 def _reconcile(connection: Connection, root: str) -> Reconciliation:
     found = [
-        f"budget {row.budget!r} says {row.reserved} reserved and {row.spent} spent, "
-        f"its lines add up to {row.lines_reserved} and {row.lines_settled}"
+        f"{_balance_name(row)} says {row.reserved} reserved and {row.spent} spent, "
+        f"its lines add up to {row.lines_reserved} and {row.lines_spent}"
         for row in reports.mismatched_balances(connection, root)
+    ]
+    found += [
+        f"{_balance_name(row)} says {row.reserved} reserved and {row.spent} spent, "
+        + (
+            f"its journal leads to {row.journal_reserved} and {row.journal_spent}"
+            if row.complete
+            else "and an entry of its journal is missing"
+        )
+        for row in reports.mismatched_journals(connection, root)
     ]
     found += [
         f"task {row.task_id} is {row.state} and its line on {row.budget!r} holds {row.reserved}, "
@@ -137,6 +158,32 @@ def _reconcile(connection: Connection, root: str) -> Reconciliation:
         reports.open_work(connection, root),
         reports.overdue_us(connection, root) // 1_000_000,
     )
+
+
+def _balance_name(row: Any) -> str:
+    if row.window_us == 0:
+        return f"budget {row.budget!r}"
+    began = datetime.fromtimestamp(row.window_us / 1_000_000, timezone.utc)
+    return f"budget {row.budget!r} in its window from {began:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def repair(store: Store, settings: Settings) -> tuple[str, ...]:
+    """Make every balance what its lines add up to; return a sentence for each that was not.
+
+    Each in a transaction of its own, behind the balance's lock, with an entry in its journal. What
+    is wrong between requests and their lines is not put right by this: nobody can know which of
+    them is.
+    """
+    wrong = {
+        Key(row.budget, row.window_us, row.stripe): row
+        for find in (reports.mismatched_journals, reports.mismatched_balances)
+        for row in store.read(find, settings.root)
+    }
+    done = []
+    for key, row in sorted(wrong.items(), key=lambda one: one[0]):
+        if store.run(repairs.rebuild, settings.root, key, "budget reconcile --repair"):
+            done.append(f"{_balance_name(row)} was rebuilt from its lines")
+    return tuple(done)
 
 
 _STATES = ("reserved", "published", "running", "waiting", "settled", "released", "lost")

@@ -1,23 +1,48 @@
-"""Budgets and their balances, and what their names may be."""
+"""Budgets as they are declared, their balances, and what their names may be."""
 
 from __future__ import annotations
 
+import re
 import reprlib
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
 
-from celery_budget.errors import InvalidName
+from celery_budget.core.amounts import MAX_AMOUNT, check_amount
+from celery_budget.core.periods import Period
+from celery_budget.errors import InvalidBudget, InvalidName
 
-__all__ = ["TOTAL", "Balance", "check_name", "check_text", "check_unit"]
+__all__ = [
+    "MILLION",
+    "Balance",
+    "Budget",
+    "Limit",
+    "Share",
+    "check_name",
+    "check_own_name",
+    "check_text",
+    "check_unit",
+    "filled",
+    "is_template",
+    "match",
+    "most",
+    "parts_per_million",
+    "with_terms",
+]
 
 MAX_NAME_LENGTH = 255
 
-#: The only period so far: one window that never closes. Its window starts at 0.
-TOTAL = "total"
+#: A ratio of one in the form ratios are kept in: integers, parts per million.
+MILLION = 1_000_000
+
+#: Stands in a template's name for one or more characters other than ``/``.
+WILDCARD = "*"
 
 
 def check_name(name: object) -> str:
-    """Return ``name`` if a budget may be called so.
+    """Return ``name`` if a budget or a template may be called so.
 
     Names are case-sensitive, NFC-normalised text of 1 to 255 characters without control
     characters. They are compared, not normalised: two spellings that look alike must not become
@@ -26,6 +51,20 @@ def check_name(name: object) -> str:
     :raises InvalidName: otherwise.
     """
     return check_text(name, "a budget's name")
+
+
+def check_own_name(name: object) -> str:
+    """Return ``name`` if a request may draw on it: a budget's name, not a template's.
+
+    :raises InvalidName: otherwise.
+    """
+    checked = check_name(name)
+    if is_template(checked):
+        raise InvalidName(
+            f"{checked!r} names a template: '{WILDCARD}' stands for other names, and a request "
+            "draws on a budget"
+        )
+    return checked
 
 
 def check_unit(unit: object) -> str:
@@ -55,12 +94,198 @@ def check_text(text: object, what: str) -> str:
     return text
 
 
+def is_template(name: str) -> bool:
+    """Tell whether a name is a template's: one with a ``*``."""
+    return WILDCARD in name
+
+
+def match(template: str, name: str) -> tuple[str, ...] | None:
+    """Return what the wildcards of ``template`` stand for in ``name``; none where it does not fit.
+
+    Each stands for one or more characters other than ``/``, the earlier ones for as few as will
+    do, so that ``tenant:*`` is not the template of ``tenant:acme/user:7``.
+    """
+    pattern = "([^/]+?)".join(map(re.escape, template.split(WILDCARD)))
+    found = re.fullmatch(pattern, name, re.DOTALL)
+    return None if found is None else found.groups()
+
+
+def filled(template: str, values: tuple[str, ...]) -> str:
+    """Return ``template`` with its wildcards replaced by the first of ``values``, in order."""
+    first, *rest = template.split(WILDCARD)
+    return first + "".join(f"{value}{part}" for value, part in zip(values, rest, strict=False))
+
+
+def parts_per_million(value: object, what: str) -> int:
+    """Return a ratio from 0 to 1 (an ``int``, ``float``, ``Decimal`` or text) in millionths.
+
+    A float stands for what it is written as: ``0.8`` is 800,000 exactly.
+
+    :raises InvalidBudget: for anything else, and for more than six decimal places.
+    """
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str, Decimal)):
+            raise InvalidOperation
+        parts = Decimal(str(value)) * MILLION
+        if not 0 <= parts <= MILLION or parts != int(parts):
+            raise InvalidOperation
+    except (InvalidOperation, ValueError, OverflowError):
+        raise InvalidBudget(
+            f"{what} is {value!r}; give a ratio from 0 to 1 with at most six decimal places"
+        ) from None
+    return int(parts)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A limit that is a share of the parent's limit in force, in parts per million of it."""
+
+    parts: int
+
+    def __post_init__(self) -> None:
+        if type(self.parts) is not int or not 0 <= self.parts <= MILLION:
+            raise InvalidBudget(f"a share is from 0% to 100% of the parent's, not {self.parts!r}")
+
+    @classmethod
+    def parse(cls, text: str, what: str) -> Share:
+        """Return the share that ``text`` writes, such as ``"10%"`` or ``"12.5%"``.
+
+        :raises InvalidBudget: for anything else, and for more than four decimal places.
+        """
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text, re.ASCII)
+        parts = Decimal(found[1]) * 10_000 if found and len(found[1]) < 20 else Decimal(-1)
+        if not 0 <= parts <= MILLION or parts != int(parts):
+            raise InvalidBudget(
+                f"{what} is {text!r}; a share is written '10%', from 0% to 100% with at most four "
+                "decimal places"
+            )
+        return cls(int(parts))
+
+    def __str__(self) -> str:
+        return f"{(Decimal(self.parts) / 10_000).normalize():f}%"
+
+
+Limit = int | Share | None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget as it is declared; with a ``*`` in its name, a template for budgets yet unseen.
+
+    :ivar unit: what it counts; the parent counts the same.
+    :ivar limit: an amount in ``unit``, where 0 blocks everything; a :class:`Share` of the parent's
+        limit; or none for unlimited.
+    :ivar parent: the budget that every request on this one draws on as well. A template's parent
+        may have wildcards, filled from the left with what those of the name stood for.
+    :ivar period: how long a window is, and when it begins.
+    :ivar soft_stop: up to which part of the limit new work is admitted, in parts per million.
+    :ivar hard_stop: up to which part work is admitted that continues what was started.
+    :ivar stripes: over how many rows the counters of one window are spread.
+    :raises InvalidName: for what cannot be a name or a unit.
+    :raises InvalidAmount: for what cannot be a limit.
+    :raises InvalidBudget: for terms that cannot be met together.
+    """
+
+    name: str
+    unit: str
+    limit: Limit = None
+    parent: str | None = None
+    period: Period = field(default_factory=Period)
+    soft_stop: int = MILLION
+    hard_stop: int = MILLION
+    stripes: int = 1
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_unit(self.unit)
+        if self.limit is not None and not isinstance(self.limit, Share):
+            check_amount(self.limit, f"the limit of {self.name!r}")
+        self._check_parent()
+        for stop in (self.soft_stop, self.hard_stop):
+            if type(stop) is not int or not 0 <= stop <= MILLION:
+                raise InvalidBudget(
+                    f"a stop of {self.name!r} is {stop!r}; give a ratio from 0 to 1"
+                )
+        if self.soft_stop > self.hard_stop:
+            raise InvalidBudget(
+                f"the soft stop of {self.name!r} ({self.soft_stop / MILLION:g}) is above its hard "
+                f"stop ({self.hard_stop / MILLION:g}); new work stops no later than other work"
+            )
+        if type(self.stripes) is not int or self.stripes != 1:
+            raise InvalidBudget(
+                f"the stripes of {self.name!r} are {self.stripes!r}; this release keeps the "
+                "counters of a budget in one row: leave it out or give 1"
+            )
+
+    def _check_parent(self) -> None:
+        if self.parent is None:
+            if isinstance(self.limit, Share):
+                raise InvalidBudget(
+                    f"the limit of {self.name!r} is {self.limit} of its parent's, and it has none"
+                )
+            return
+        check_name(self.parent)
+        if self.parent == self.name:
+            raise InvalidBudget(f"budget {self.name!r} cannot be its own parent")
+        if self.parent.count(WILDCARD) > self.name.count(WILDCARD):
+            raise InvalidBudget(
+                f"the parent {self.parent!r} of {self.name!r} has more wildcards than that name "
+                "could fill"
+            )
+
+    def made_for(self, name: str) -> Budget | None:
+        """Return the budget called ``name`` that this template stands for; none if it does not."""
+        values = match(self.name, name)
+        if values is None:
+            return None
+        parent = None if self.parent is None else filled(self.parent, values)
+        return Budget(
+            name,
+            self.unit,
+            self.limit,
+            parent,
+            self.period,
+            self.soft_stop,
+            self.hard_stop,
+            self.stripes,
+        )
+
+
+def with_terms(before: Budget | None, name: str, terms: Mapping[str, Any]) -> Budget:
+    """Return ``before``, or a new budget ``name``, with ``terms``; what is not given stays.
+
+    :param terms: ``unit``, ``limit``, ``parent``, ``soft_stop``, ``hard_stop``, ``stripes``, as
+        those of :class:`Budget`; ``period``, ``timezone``, ``anchor_day``, as those of
+        :class:`~celery_budget.core.periods.Period`. Another period has its own anchor day. A hard
+        stop that is given alone takes a soft stop above it along.
+    :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for what cannot be.
+    """
+    given = dict(terms)
+    if before is None and given.get("unit") is None:
+        raise InvalidBudget(f"budget {name!r} is new; say what it counts with unit= (--unit)")
+    old = Period() if before is None else before.period
+    kind = given.pop("period", old.kind)
+    anchor = old.anchor_day if kind == old.kind else 1
+    given["period"] = Period(
+        kind, given.pop("timezone", old.timezone), given.pop("anchor_day", anchor)
+    )
+    if "hard_stop" in given and "soft_stop" not in given:
+        soft = MILLION if before is None else before.soft_stop
+        given["soft_stop"] = min(soft, given["hard_stop"])
+    return Budget(name=name, **given) if before is None else replace(before, **given)
+
+
 @dataclass(frozen=True)
 class Balance:
     """One budget's standing in one window. Amounts are integers in ``unit``.
 
-    ``limit`` is none for an unlimited budget; ``available`` is none then too, and negative where
-    more was used than the limit allows.
+    ``limit`` is the one in force, grants included, none for an unlimited budget; ``available`` is
+    none then too, and negative where more was used than the limit allows.
+
+    :ivar start_us: when the window began, in microseconds since the epoch; 0 where it always was.
+    :ivar end_us: when it ends; none where it never does.
+    :ivar state: ``open``, ``draining`` (takes nothing new, is closed when nothing is held any
+        more) or ``closed``.
     """
 
     budget: str
@@ -68,8 +293,18 @@ class Balance:
     limit: int | None
     reserved: int
     spent: int
+    parent: str | None = None
+    period: str = "total"
+    start_us: int = 0
+    end_us: int | None = None
+    state: str = "open"
 
     @property
     def available(self) -> int | None:
         """What a new request may still reserve: ``limit - reserved - spent``."""
         return None if self.limit is None else self.limit - self.reserved - self.spent
+
+
+def most(limit: int | None, stop: int) -> int:
+    """Return up to what a limit may be filled that stops at ``stop`` parts per million."""
+    return MAX_AMOUNT if limit is None else limit * stop // MILLION

@@ -16,17 +16,24 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from celery_budget.errors import PolicyError
+from celery_budget.core.budgets import check_own_name
+from celery_budget.errors import BudgetExceeded, PolicyError
 
 __all__ = [
+    "CHARGES",
     "CLAIMABLE",
+    "START",
     "TERMINAL",
     "USED",
     "Admitted",
     "Again",
+    "AlreadyExtended",
     "AlreadyReserved",
+    "Cancelled",
     "Claimed",
     "Closed",
+    "Conflict",
+    "Extended",
     "Line",
     "Missing",
     "Outcome",
@@ -36,7 +43,10 @@ __all__ = [
     "ReserveRequest",
     "Reserved",
     "Running",
+    "Skipped",
     "StoredOutcome",
+    "Tried",
+    "Unknown",
 ]
 
 #: States from which an attempt may be claimed.
@@ -48,14 +58,30 @@ TERMINAL = ("settled", "released", "lost")
 #: The charge rule of a line that pays for what was used.
 USED = "used"
 
+#: The charge rule of a line that pays its whole amount when an attempt starts, and gets none back.
+START = "start"
+
+CHARGES = (USED, START)
+
 
 @dataclass(frozen=True)
 class Line:
-    """What one request asks of one budget: ``amount`` in the budget's unit, charged as ``used``."""
+    """What one request asks of one budget, in the budget's unit, and by which rule it is charged.
+
+    What it asks of that budget it asks of all above it.
+    """
 
     budget: str
     amount: int
     charge: str = USED
+
+    def __post_init__(self) -> None:
+        check_own_name(self.budget)
+        if self.charge not in CHARGES:
+            raise PolicyError(
+                f"the charge rule for budget {self.budget!r} is {self.charge!r}; give "
+                "'used' or 'start'"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,6 +98,7 @@ class ReserveRequest:
     :ivar parent: the reservation whose attempt publishes this one after its call.
     :ivar retries: Celery's count of retries in the message.
     :ivar unreserved: whether a worker admits a message that came without a reservation.
+    :ivar finishing: whether it continues what was started, and may use what is above a soft stop.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -91,6 +118,7 @@ class ReserveRequest:
     parent: uuid.UUID | None = None
     retries: int = 0
     unreserved: bool = False
+    finishing: bool = False
 
     def __post_init__(self) -> None:
         names = [line.budget for line in self.lines]
@@ -116,7 +144,12 @@ class AlreadyReserved:
 
 @dataclass(frozen=True)
 class Refused:
-    """A budget was short; nothing was changed. Amounts as seen when it was refused."""
+    """A budget was short; nothing was changed. Amounts as seen when it was refused.
+
+    :ivar reason: ``exhausted``, ``held``, ``blocked``, ``draining`` or ``closed``; see
+        :class:`~celery_budget.BudgetExceeded`.
+    :ivar most: up to what the request might have filled the budget.
+    """
 
     budget: str
     unit: str
@@ -124,6 +157,22 @@ class Refused:
     limit: int
     reserved: int
     spent: int
+    reason: str
+    most: int
+
+    def error(self) -> BudgetExceeded:
+        """Return what the caller is told."""
+        return BudgetExceeded(
+            self.budget,
+            self.unit,
+            self.requested,
+            self.limit - self.reserved - self.spent,
+            self.limit,
+            self.reserved,
+            self.spent,
+            self.reason,
+            self.most,
+        )
 
 
 @dataclass(frozen=True)
@@ -134,6 +183,50 @@ class Parked:
 
 
 Admitted = Reserved | AlreadyReserved | Refused | Parked
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The request names a budget that does not exist, and no template stands for it."""
+
+    budget: str
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """The request's id is in use for another request."""
+
+    request_id: str
+    owner: str
+    task_id: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The request would have fitted; it was left out since another of its batch did not."""
+
+
+#: What comes of one of several requests that are admitted together.
+Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Skipped
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The request will not run: its hold was given back, now or before."""
+
+    task_id: str
+
+
+@dataclass(frozen=True)
+class Extended:
+    """The running attempt holds ``amount`` more than before."""
+
+    amount: int
+
+
+@dataclass(frozen=True)
+class AlreadyExtended:
+    """The same extension was made before; nothing was changed."""
 
 
 @dataclass(frozen=True)

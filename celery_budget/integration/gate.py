@@ -31,7 +31,6 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import (
     BudgetError,
-    BudgetExceeded,
     InvalidName,
     PolicyError,
     StoreError,
@@ -193,15 +192,7 @@ class Gate:
         if delivered is not None:
             delivered.admitted = result
         elif isinstance(result, Refused):
-            raise BudgetExceeded(
-                result.budget,
-                result.unit,
-                result.requested,
-                result.limit - result.reserved - result.spent,
-                result.limit,
-                result.reserved,
-                result.spent,
-            )
+            raise result.error()
         elif isinstance(result, AlreadyReserved):
             logger.info("task %s[%s] was admitted before", request.task_name, request.task_id)
         elif isinstance(result, Parked):

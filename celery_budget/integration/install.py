@@ -80,7 +80,8 @@ class CeleryBudget:
         :param unit: what it counts (``"tokens"``, ``"micro-usd"``); needed for a new budget.
         :raises InvalidName, InvalidAmount: for what cannot be a name or a limit.
         """
-        self.store.run(budgets.set_budget, self.settings.root, name, limit, unit)
+        terms = {"limit": limit, **({} if unit is None else {"unit": unit})}
+        self.store.run(budgets.set_budget, self.settings.root, name, terms)
 
     def balance(self, name: str) -> Balance:
         """Return ``limit``, ``reserved``, ``spent`` and ``available`` of the budget ``name``.

@@ -13,6 +13,7 @@ from celery_budget import admission, recovery, relay
 from celery_budget.errors import StoreError
 from celery_budget.integration.publisher import KombuPublisher
 from celery_budget.integration.results import BackendResults
+from celery_budget.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
@@ -74,16 +75,18 @@ class RelayService:
             publisher.reset()
 
     def _sweep(self) -> None:
+        upkeep = Upkeep(self._budget.store, self._budget.settings)
         while not self._stop.is_set():
             try:
-                sweep(self._budget)
+                sweep(self._budget, upkeep)
             except Exception:
                 logger.exception("the sweep failed; it is tried again")
             self._stop.wait(self._budget.settings.sweep_seconds)
 
 
-def sweep(budget: CeleryBudget) -> None:
-    """Run every periodic step once: parked work, then recovery."""
+def sweep(budget: CeleryBudget, upkeep: Upkeep) -> None:
+    """Run every periodic step once: windows, parked work, then recovery."""
+    upkeep.run_once()
     results = BackendResults(budget.app)
     admission.admit_parked(budget.store, budget.settings, results.ended)
     recovery.run_once(budget.store, budget.settings, results)

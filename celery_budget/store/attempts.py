@@ -18,11 +18,14 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     CLAIMABLE,
     Again,
+    AlreadyExtended,
     Claimed,
     Closed,
+    Extended,
     Missing,
     Outcome,
     Parked,
+    Refused,
     Replay,
     Reserved,
     ReserveRequest,
@@ -31,7 +34,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import outbox, parked, usage
 from celery_budget.store.continuations import again_request, next_attempt
-from celery_budget.store.reservations import finish, lines_of, lock
+from celery_budget.store.reservations import charge_of, finish, lines_of, lock, start
 from celery_budget.store.schema import attempts, now_us, reservations
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "claim",
     "close",
     "end",
+    "extend",
     "follow",
     "of_reservation",
     "owned",
@@ -95,7 +99,8 @@ def claim(
 ) -> Claimed | Replay | Running | Closed | Missing:
     """Claim the attempt a delivery stands for; of several deliveries one gets it.
 
-    Locks the reservation, so that deliveries of one message go one after another. A claim that
+    Locks the reservation, so that deliveries of one message go one after another, and the balances
+    of lines that are charged at the start. A claim that
     committed while the connection was lost is found again by its ``claim_id``.
     """
     root, reservation_id = delivery.root, delivery.reservation_id
@@ -141,6 +146,8 @@ def claim(
             attempts=row.attempts + 1,
             deliveries=row.deliveries + 1,
         )
+        if row.charges_start:
+            start(connection, root, reservation_id)
         return Claimed(row.attempts + 1, claim_id)
     if current is None or current.lease_until_us is None or current.retries != delivery.retries:
         return Running() if row.state == "running" else Closed(str(row.state))
@@ -174,6 +181,25 @@ def owned(
     return row if held == claim_id else None
 
 
+def extend(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    attempt: int,
+    claim_id: uuid.UUID,
+    key: str,
+    amount: int,
+    unit: str | None,
+) -> Extended | AlreadyExtended | Refused | Closed:
+    """Make a running attempt hold more, all or nothing; ``Closed`` where its fence is gone.
+
+    Locks the reservation, then its balances.
+    """
+    if owned(connection, root, reservation_id, attempt, claim_id) is None:
+        return Closed("ended")
+    return usage.extend(connection, root, reservation_id, attempt, key, amount, unit)
+
+
 def write_retry(
     connection: Connection,
     request: ReserveRequest,
@@ -205,9 +231,9 @@ def end(
     is gone: somebody else ended the attempt, and this outcome has no effect.
 
     With a successor (a retry) the reservation waits and keeps its hold. Otherwise it is settled:
-    at what was used, or, where a success recorded nothing, at the estimate on top of what earlier
-    attempts used. A rejected message comes again from the outbox, later each time, until its turns
-    are over.
+    at what was used, or, where a success recorded nothing of a unit, at the estimate on top of what
+    earlier attempts used. A rejected message comes again from the outbox, later each time, until
+    its turns are over.
     """
     row = owned(connection, root, reservation_id, attempt, claim_id)
     if row is None:
@@ -219,13 +245,15 @@ def end(
         )
         write_end(connection, root, reservation_id, attempt, outcome, is_open=False)
     elif outcome.again is None or not _reject(connection, row, attempt, outcome, outcome.again):
+        of = lines_of(connection, root, reservation_id)
         recorded = usage.recorded(connection, root, reservation_id, attempt)
-        unmetered = outcome.kind == "returned" and recorded is None
-        charges = {
-            line.line: line.used + (line.estimate if unmetered else 0)
-            for line in lines_of(connection, root, reservation_id)
+        fresh = {
+            line.line: line.estimate + line.extended
+            for line in of
+            if outcome.kind == "returned" and usage.is_unmetered(line, recorded)
         }
-        finish(connection, root, row, "settled", charges, unmetered=unmetered)
+        charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
+        finish(connection, root, row, "settled", charges, unmetered=bool(fresh), of=of)
         write_end(connection, root, reservation_id, attempt, outcome, is_open=True)
         return "settled"
     return "waiting"

@@ -1,172 +1,484 @@
-"""Budgets and balances: create, change, read; and the one place that moves a balance."""
+"""Budgets and templates: declared, changed, made from a template, closed, read."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.amounts import MAX_AMOUNT, check_limit
-from celery_budget.core.budgets import TOTAL, Balance, check_name, check_unit
-from celery_budget.errors import BudgetError, InvalidAmount, UnknownBudget
-from celery_budget.store.insert import insert_new
-from celery_budget.store.schema import balances, budgets, lines, now_us
+from celery_budget.core.budgets import (
+    Balance,
+    Budget,
+    Limit,
+    Share,
+    check_name,
+    check_own_name,
+    is_template,
+    with_terms,
+)
+from celery_budget.core.declarations import Change, compare
+from celery_budget.core.draws import OPEN, limits_in_force
+from celery_budget.errors import HoldsOpen, InvalidBudget, UnknownBudget
+from celery_budget.store import levels, windows
+from celery_budget.store.balances import binary
+from celery_budget.store.schema import balances, budgets, instant, lines, now_us, reservations
 
-__all__ = ["balance", "balances_of", "move", "set_budget"]
+__all__ = [
+    "apply",
+    "balance",
+    "balances_of",
+    "close",
+    "declare",
+    "declared",
+    "draining",
+    "find",
+    "lock_budgets",
+    "lock_root",
+    "make",
+    "ready",
+    "reopen",
+    "set_budget",
+    "template_for",
+]
+
+#: How many budgets may be above one another.
+MAX_DEPTH = 16
+
+
+def find(connection: Connection, root: str, name: str) -> Budget | None:
+    """Return a budget or template as declared; none where there is none. Locks nothing."""
+    return declared(connection, root, [name]).get(name)
+
+
+def declared(
+    connection: Connection, root: str, names: Iterable[str] | None = None
+) -> dict[str, Budget]:
+    """Return budgets and templates as declared, by name; all of ``root`` unless ``names`` tells."""
+    return {row.name: _budget(row) for row in rows_of(connection, root, names)}
+
+
+def rows_of(
+    connection: Connection, root: str, names: Iterable[str] | None = None
+) -> list[sa.Row[Any]]:
+    """Return the rows of budgets and templates, by name. Locks nothing."""
+    statement = sa.select(budgets).where(budgets.c.root == root).order_by(budgets.c.name)
+    if names is not None:
+        statement = statement.where(budgets.c.name.in_(list(names)))
+    return list(connection.execute(statement))
+
+
+def _budget(row: sa.Row[Any]) -> Budget:
+    limit: Limit = row.limit_amount if row.limit_share is None else Share(row.limit_share)
+    return Budget(
+        row.name,
+        row.unit,
+        limit,
+        row.parent,
+        windows.period_of(row),
+        row.soft_stop,
+        row.hard_stop,
+        row.stripes,
+    )
+
+
+def lock_root(connection: Connection, root: str) -> None:
+    """Let nobody else change the budgets of ``root`` until the transaction ends.
+
+    The first lock of everything that may give a budget another parent: two such changes could make
+    a circle that neither of them sees. Admissions do not wait for it.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(
+            sa.text("SELECT pg_advisory_xact_lock(1734502, hashtext(:root))"), {"root": root}
+        )
+
+
+def lock_budgets(connection: Connection, root: str, names: Iterable[str]) -> list[sa.Row[Any]]:
+    """Lock budgets and templates, then the balances that may still change, both in order.
+
+    No window is made for them meanwhile, and no admission that draws on them is between its
+    decision and its commit: one that got a balance first has committed, one that waits decides
+    anew. Returns the rows of those that exist.
+    """
+    wanted = sorted(set(names))
+    rows = connection.execute(
+        sa.select(budgets)
+        .where(budgets.c.root == root, budgets.c.name.in_(wanted))
+        .order_by(sa.collate(budgets.c.name, binary(connection)))
+        .with_for_update()
+    ).all()
+    if rows and connection.dialect.name == "postgresql":
+        connection.execute(
+            sa.select(balances.c.stripe)
+            .where(
+                balances.c.root == root,
+                balances.c.budget.in_(wanted),
+                sa.or_(balances.c.end_us > instant(), balances.c.reserved > 0),
+            )
+            .order_by(
+                sa.collate(balances.c.budget, binary(connection)),
+                balances.c.window_us,
+                balances.c.stripe,
+            )
+            .with_for_update()
+        )
+    return list(rows)
+
+
+def declare(
+    connection: Connection, root: str, budget: Budget, *, template: str | None = None
+) -> bool:
+    """Create a budget or template, or give it new terms; what was reserved and spent stays.
+
+    The caller holds :func:`lock_root` and, where it may exist, :func:`lock_budgets`: what is
+    admitted afterwards goes by the new terms. Returns whether anything changed.
+
+    :param template: the template it is made from.
+    :raises InvalidBudget: for a parent that does not exist, counts something else or is below it;
+        for another unit once it was drawn on or has budgets below it.
+    """
+    before = find(connection, root, budget.name)
+    _check_parent(connection, root, budget)
+    if before is None:
+        _insert(connection, root, budget, template)
+        return True
+    if before == budget:
+        return False
+    if before.unit != budget.unit:
+        _check_unit_free(connection, root, before, budget.unit)
+    connection.execute(
+        budgets.update()
+        .where(budgets.c.root == root, budgets.c.name == budget.name)
+        .values(**_columns(budget), updated_us=now_us())
+    )
+    if before.period != budget.period and not is_template(budget.name):
+        windows.cut(connection, root, budget.name, budget.period)
+    return True
 
 
 def set_budget(
-    connection: Connection, root: str, name: str, limit: int | None, unit: str | None
-) -> None:
-    """Create the budget ``name`` or change its limit; what was reserved and spent stays.
+    connection: Connection, root: str, name: str, terms: Mapping[str, Any], reopened: bool = False
+) -> Budget:
+    """Create a budget or template, or change the ``terms`` that are given; return it as it is then.
 
-    Locks the budget's balance before its limit moves: an admission that waits behind the lock
-    decides by the new limit, one before it by the old. Two at once for a new name: one creates,
-    the other changes.
+    See :func:`celery_budget.core.budgets.with_terms`. A new budget counts what its parent does
+    unless told otherwise. Locks the root, then as :func:`declare`.
 
-    :param unit: what it counts; none keeps the unit of a budget that exists.
-    :raises InvalidName, InvalidAmount: for what cannot be a name, a unit or a limit.
-    :raises BudgetError: for a new budget without a unit, or another unit once it was drawn on.
+    :param reopened: let a closed or draining budget take requests again.
+    :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: nothing was changed.
     """
     check_name(name)
-    check_limit(limit, f"the limit of {name!r}")
-    if unit is not None:
-        check_unit(unit)
-    key = (budgets.c.root == root) & (budgets.c.name == name)
-    connection.execute(
-        sa.select(balances.c.stripe)
-        .where(balances.c.root == root, balances.c.budget == name)
-        .order_by(balances.c.window_us, balances.c.stripe)
-        .with_for_update()
-    )
-    found = connection.execute(sa.select(budgets.c.unit).where(key).with_for_update()).first()
-    if found is None:
-        if unit is None:
-            raise BudgetError(f"budget {name!r} is new; say what it counts with unit= (--unit)")
-        if not _insert_budget(connection, root, name, limit, unit):
-            # Somebody else created it in between: change that one.
-            set_budget(connection, root, name, limit, unit)
-        return
-    if unit is not None and unit != found.unit and _drawn_on(connection, root, name):
-        raise BudgetError(
-            f"budget {name!r} counts {found.unit} and was drawn on; its unit cannot become {unit}"
+    lock_root(connection, root)
+    before, given = find(connection, root, name), dict(terms)
+    if before is None and given.get("unit") is None and given.get("parent") is not None:
+        parent = given["parent"]
+        if find(connection, root, parent) is None and not is_template(check_name(parent)):
+            make(connection, root, parent)
+        above = find(connection, root, parent)
+        given["unit"] = None if above is None else above.unit
+        if above is None:
+            raise _no_parent(parent, name)
+    budget = with_terms(before, name, given)
+    lock_budgets(connection, root, [name])
+    declare(connection, root, budget)
+    if reopened:
+        reopen(connection, root, name)
+    return budget
+
+
+def _no_parent(parent: str, name: str) -> InvalidBudget:
+    return InvalidBudget(f"the parent {parent!r} of {name!r} does not exist; create it first")
+
+
+def apply(
+    connection: Connection,
+    wanted: Mapping[str, Sequence[Budget]],
+    prune: bool = False,
+    only_compare: bool = False,
+) -> tuple[Change, ...]:
+    """Make the budgets of each root as they are ``wanted``; return what that changes.
+
+    All or nothing, in the caller's transaction. Locks the roots, then the budgets' rows, both in
+    order. What is wanted is open afterwards, closed as it may have been.
+
+    :param prune: close what is not wanted and was not made of a template.
+    :param only_compare: change nothing.
+    :raises HoldsOpen: where a budget is to be closed that requests still draw on.
+    :raises InvalidBudget: as :func:`declare`.
+    """
+    changes: list[Change] = []
+    for root in sorted(wanted):
+        lock_root(connection, root)
+        rows = rows_of(connection, root, None if prune else [one.name for one in wanted[root]])
+        mine = compare(
+            root,
+            {row.name: _budget(row) for row in rows},
+            wanted[root],
+            closed=[row.name for row in rows if row.state != OPEN],
+            prune=prune,
+            pinned=[row.name for row in rows if row.template is not None],
         )
+        changes += mine
+        if only_compare:
+            continue
+        lock_budgets(connection, root, [one.name for one in mine])
+        for change in mine:
+            if change.after is not None:
+                declare(connection, root, change.after)
+            if change.kind == "reopen":
+                reopen(connection, root, change.name)
+            elif change.kind == "close":
+                close(connection, root, change.name, False)
+    return tuple(changes)
+
+
+def _columns(budget: Budget) -> dict[str, Any]:
+    is_share = isinstance(budget.limit, Share)
+    return {
+        "unit": budget.unit,
+        "limit_amount": None if is_share else budget.limit,
+        "limit_share": budget.limit.parts if isinstance(budget.limit, Share) else None,
+        "parent": budget.parent,
+        "period": budget.period.kind,
+        "timezone": budget.period.timezone,
+        "anchor_day": budget.period.anchor_day,
+        "soft_stop": budget.soft_stop,
+        "hard_stop": budget.hard_stop,
+        "stripes": budget.stripes,
+    }
+
+
+def _insert(connection: Connection, root: str, budget: Budget, template: str | None) -> None:
+    connection.execute(
+        budgets.insert().values(
+            root=root,
+            name=budget.name,
+            **_columns(budget),
+            state=OPEN,
+            template=template,
+            created_us=now_us(),
+            updated_us=now_us(),
+        )
+    )
+    if not is_template(budget.name):
+        window = budget.period.window(windows.read_now(connection))
+        windows.insert_window(connection, root, budget.name, window.start_us, window.end_us)
+
+
+def _check_parent(connection: Connection, root: str, budget: Budget) -> None:
+    above, name, unit = budget.parent, budget.name, budget.unit
+    for _ in range(MAX_DEPTH):
+        if above is None:
+            return
+        if above == budget.name:
+            raise InvalidBudget(f"budget {budget.name!r} would be above itself, as {name!r} is")
+        row = connection.execute(
+            sa.select(budgets.c.unit, budgets.c.parent).where(
+                budgets.c.root == root, budgets.c.name == above
+            )
+        ).first()
+        if row is None:
+            if not is_template(above) and make(connection, root, above):
+                continue
+            raise _no_parent(above, name)
+        if row.unit != unit:
+            raise InvalidBudget(
+                f"budget {name!r} counts {unit} and its parent {above!r} {row.unit}; what is drawn "
+                "from the one is drawn from the other"
+            )
+        above, name = row.parent, above
+    raise InvalidBudget(f"budget {budget.name!r} has more than {MAX_DEPTH} budgets above it")
+
+
+def _check_unit_free(connection: Connection, root: str, before: Budget, unit: str) -> None:
+    drawn_on = connection.execute(
+        sa.select(lines.c.line).where(lines.c.root == root, lines.c.budget == before.name).limit(1)
+    ).first()
+    below = connection.execute(
+        sa.select(budgets.c.name)
+        .where(budgets.c.root == root, budgets.c.parent == before.name)
+        .limit(1)
+    ).scalar()
+    if drawn_on is not None or below is not None:
+        why = "was drawn on" if below is None else f"is the parent of {below!r}"
+        raise InvalidBudget(
+            f"budget {before.name!r} counts {before.unit} and {why}; its unit cannot become {unit}"
+        )
+
+
+def template_for(connection: Connection, root: str, name: str) -> tuple[str, Budget] | None:
+    """Return the template that stands for ``name``, and the budget it makes; none without one.
+
+    Of several it is the one with the most literal characters, then the first by name.
+    """
+    rows = connection.execute(
+        sa.select(budgets).where(
+            budgets.c.root == root, budgets.c.state == OPEN, budgets.c.name.contains("*")
+        )
+    )
+    found = []
+    for row in rows:
+        template = _budget(row)
+        made = template.made_for(name)
+        if made is not None:
+            literal = len(template.name) - template.name.count("*")
+            found.append((-literal, template.name, made))
+    return min(found, key=lambda one: one[:2])[1:] if found else None
+
+
+def make(connection: Connection, root: str, name: str) -> bool:
+    """Make the budget ``name`` from its template, and those above it; false without a template.
+
+    The caller holds :func:`lock_root`.
+    """
+    check_own_name(name)
+    found = template_for(connection, root, name)
+    if found is None:
+        return False
+    template, budget = found
+    declare(connection, root, budget, template=template)
+    return True
+
+
+def ready(connection: Connection, root: str, names: Iterable[str]) -> None:
+    """Make what requests on ``names`` need before they can be admitted.
+
+    Budgets that are not there are made of their templates, and the windows of all on the way up
+    are opened. In a transaction of its own; locks the root where budgets are made, then budgets'
+    rows, shared, in order.
+
+    :raises UnknownBudget: for one that does not exist and has no template.
+    """
+    wanted = sorted(set(names))
+    known = levels.levels_of(connection, root, wanted)
+    unseen = [name for name in wanted if name not in known]
+    if unseen:
+        lock_root(connection, root)
+        for name in unseen:
+            if find(connection, root, name) is None and not make(connection, root, name):
+                raise UnknownBudget(name)
+        known = levels.levels_of(connection, root, wanted)
+    for name in sorted(known):
+        if known[name].window_us is None:
+            windows.open_window(connection, root, name)
+
+
+def close(connection: Connection, root: str, name: str, drain: bool) -> str:
+    """Close a budget: it takes nothing new, for good. Returns the state it is in then.
+
+    Locks as :func:`lock_budgets`: an admission that got a balance first is counted as open, one
+    that comes later finds the budget closed.
+
+    :param drain: where requests that draw on it have not ended, let them end first.
+    :raises UnknownBudget: where there is none.
+    :raises HoldsOpen: where some have not ended, and it is not to be drained.
+    """
+    rows = lock_budgets(connection, root, [check_name(name)])
+    if not rows:
+        raise UnknownBudget(name)
+    if rows[0].state == "closed":
+        return "closed"
+    open_holds = connection.execute(
+        sa.select(sa.func.count())
+        .select_from(reservations)
+        .join(
+            lines,
+            sa.and_(
+                lines.c.root == reservations.c.root,
+                lines.c.reservation_id == reservations.c.reservation_id,
+            ),
+        )
+        .where(
+            reservations.c.root == root,
+            reservations.c.ended_us.is_(None),
+            lines.c.budget == name,
+        )
+    ).scalar_one()
+    if open_holds and not drain:
+        raise HoldsOpen(name, "the closing", open_holds)
+    state = "draining" if open_holds else "closed"
+    if state != rows[0].state:
+        _set_state(connection, root, name, state)
+    return state
+
+
+def _set_state(connection: Connection, root: str, name: str, state: str) -> None:
     connection.execute(
         budgets.update()
-        .where(key)
-        .values(limit_amount=limit, unit=unit or found.unit, updated_us=now_us())
+        .where(budgets.c.root == root, budgets.c.name == name)
+        .values(state=state, updated_us=now_us())
     )
 
 
-def _insert_budget(
-    connection: Connection, root: str, name: str, limit: int | None, unit: str
-) -> bool:
-    created = insert_new(
-        connection,
-        budgets,
-        root=root,
-        name=name,
-        unit=unit,
-        period=TOTAL,
-        limit_amount=limit,
-        created_us=now_us(),
-        updated_us=now_us(),
-    )
-    if created:
+def draining(connection: Connection, root: str, limit: int) -> list[str]:
+    """Return the names of budgets that are closed as soon as nothing draws on them any more."""
+    return list(
         connection.execute(
-            balances.insert().values(
-                root=root, budget=name, window_us=0, stripe=0, reserved=0, spent=0
-            )
-        )
-    return created
-
-
-def _drawn_on(connection: Connection, root: str, name: str) -> bool:
-    found = connection.execute(
-        sa.select(lines.c.line).where(lines.c.root == root, lines.c.budget == name).limit(1)
+            sa.select(budgets.c.name)
+            .where(budgets.c.root == root, budgets.c.state == "draining")
+            .order_by(budgets.c.updated_us)
+            .limit(limit)
+        ).scalars()
     )
-    return found.first() is not None
+
+
+def reopen(connection: Connection, root: str, name: str) -> bool:
+    """Let a closed or draining budget take new requests again; false where it does already.
+
+    :raises UnknownBudget: where there is none.
+    """
+    rows = lock_budgets(connection, root, [check_name(name)])
+    if not rows:
+        raise UnknownBudget(name)
+    if rows[0].state == OPEN:
+        return False
+    _set_state(connection, root, name, OPEN)
+    return True
 
 
 def balances_of(connection: Connection, root: str) -> list[Balance]:
     """Return the balance of every budget of ``root``, by name. Locks nothing."""
+    rows = connection.execute(levels.select_levels(root, {}).order_by(budgets.c.name)).all()
+    known = {row.name: levels.level(row) for row in rows}
+    now = windows.read_now(connection)
     return [
-        Balance(row.name, row.unit, row.limit_amount, row.reserved, row.spent)
-        for row in connection.execute(_select_balances(root))
+        _balance(row, limits_in_force(known, row.name)[row.name][0], now)
+        for row in rows
+        if not is_template(row.name)
     ]
 
 
 def balance(connection: Connection, root: str, name: str) -> Balance:
-    """Return the balance of budget ``name``. Locks nothing.
+    """Return the balance of budget ``name`` in the window that is open now. Locks nothing.
 
     :raises UnknownBudget: where there is none.
     """
-    row = connection.execute(_select_balances(root).where(budgets.c.name == name)).first()
+    if is_template(check_name(name)):
+        raise UnknownBudget(name)
+    known = levels.levels_of(connection, root, [name])
+    row = connection.execute(levels.select_levels(root, {}).where(budgets.c.name == name)).first()
     if row is None:
         raise UnknownBudget(name)
-    return Balance(row.name, row.unit, row.limit_amount, row.reserved, row.spent)
+    return _balance(row, limits_in_force(known, name)[name][0], windows.read_now(connection))
 
 
-def _select_balances(root: str) -> sa.Select[tuple[str, str, int | None, int, int]]:
-    return (
-        sa.select(
-            budgets.c.name,
-            budgets.c.unit,
-            budgets.c.limit_amount,
-            sa.cast(sa.func.sum(balances.c.reserved), sa.BigInteger).label("reserved"),
-            sa.cast(sa.func.sum(balances.c.spent), sa.BigInteger).label("spent"),
-        )
-        .join(
-            balances,
-            (balances.c.root == budgets.c.root) & (balances.c.budget == budgets.c.name),
-        )
-        .where(budgets.c.root == root)
-        .group_by(budgets.c.name, budgets.c.unit, budgets.c.limit_amount)
-        .order_by(budgets.c.name)
+def _balance(row: sa.Row[Any], limit: int | None, now: int) -> Balance:
+    start_us, end_us = row.window_us, row.end_us
+    if start_us is None:
+        # Nobody has drawn on this window yet.
+        window = windows.window_now(row, now)
+        start_us, end_us = window.start_us, window.end_us
+    return Balance(
+        row.name,
+        row.unit,
+        limit,
+        row.reserved or 0,
+        row.spent or 0,
+        row.parent,
+        row.period,
+        start_us,
+        None if row.period == "total" else end_us,
+        row.state,
     )
-
-
-def move(
-    connection: Connection,
-    root: str,
-    line: sa.Row[tuple[object, ...]],
-    reserved: int,
-    spent: int,
-    within_limit: bool = False,
-) -> bool:
-    """Add ``reserved`` and ``spent`` (either may be negative) to the balance a line belongs to.
-
-    Locks that one balance; a caller with several lines goes through them in order of the budget's
-    name, window and stripe, and holds the reservation's row already.
-
-    :param within_limit: refuse (false, nothing changed) what would bring it above the limit.
-    :raises InvalidAmount: where the sum would leave 64 bits; nothing was changed.
-    """
-    where = [
-        balances.c.root == root,
-        balances.c.budget == line.budget,
-        balances.c.window_us == line.window_us,
-        balances.c.stripe == line.stripe,
-    ]
-    held = connection.execute(
-        sa.select(balances.c.reserved, balances.c.spent).where(*where).with_for_update()
-    ).one()
-    total = held.reserved + held.spent + reserved + spent
-    if within_limit:
-        # Read behind the lock: whoever changes the limit holds it too.
-        limit = connection.execute(
-            sa.select(budgets.c.limit_amount).where(
-                budgets.c.root == root, budgets.c.name == line.budget
-            )
-        ).scalar_one()
-        if limit == 0 or total > (MAX_AMOUNT if limit is None else limit):
-            return False
-    if total > MAX_AMOUNT:
-        raise InvalidAmount(
-            f"budget {line.budget!r} cannot count {total}; a balance is at most 2^63-1"
-        )
-    connection.execute(
-        balances.update()
-        .where(*where)
-        .values(reserved=held.reserved + reserved, spent=held.spent + spent)
-    )
-    return True

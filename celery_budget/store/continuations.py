@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.core.draws import chain
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
@@ -27,7 +28,16 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import BudgetError
 from celery_budget.store import outbox, parked
 from celery_budget.store.requests import note_given_up, reserve
-from celery_budget.store.reservations import hold, lines_of, lock, release
+from celery_budget.store.reservations import (
+    kept,
+    levels_above,
+    lines_of,
+    lock,
+    raise_holds,
+    release,
+    set_holds,
+    write_lines,
+)
 
 #: Why parked work ends that waited longer than it may.
 GIVEN_UP = "park_expired"
@@ -74,11 +84,11 @@ def next_attempt(
     if parked_id is not None:
         # A repeat after a lost answer.
         return Parked(parked_id)
-    if _raise_holds(connection, request):
+    if _hold_next(connection, request):
         _write_next(connection, request, message, after_attempt, running)
         return Reserved(reservation_id)
-    for line in lines_of(connection, request.root, reservation_id):
-        hold(connection, request.root, line, line.used, within_limit=False)
+    of = lines_of(connection, request.root, reservation_id)
+    set_holds(connection, request.root, of, {line.line: kept(line) for line in of}, "park")
     return Parked(
         parked.park(
             connection,
@@ -109,35 +119,39 @@ def _write_next(
     )
 
 
-def _raise_holds(connection: Connection, request: ReserveRequest) -> bool:
-    """Make each line hold its estimate on top of what was used; all or none, false for none."""
-    raised: list[tuple[sa.Row[Any], int]] = []
-    amounts = {line.budget: line.amount for line in request.lines}
-    for line in lines_of(connection, request.root, request.reservation_id):
-        estimate = amounts.get(line.budget, line.estimate)
-        target = line.used + estimate
-        fits = target <= MAX_AMOUNT and hold(
-            connection,
-            request.root,
-            line,
-            target,
-            within_limit=target > line.reserved,
-            estimate=estimate,
-        )
-        if not fits:
-            for before, held in raised:
-                hold(
-                    connection,
-                    request.root,
-                    before,
-                    before.reserved,
-                    within_limit=False,
-                    estimate=before.estimate,
-                    held=held,
-                )
-            return False
-        raised.append((line, target))
+def _hold_next(connection: Connection, request: ReserveRequest) -> bool:
+    """Make each line hold its estimate on top of what was used; all or none, false for none.
+
+    What the request asks of a budget it asks of all above it.
+    """
+    reservation_id = request.reservation_id
+    of = lines_of(connection, request.root, reservation_id)
+    estimates = _estimates(connection, request, of)
+    holds = {line.line: kept(line) + estimates[line.line] for line in of}
+    if any(held > MAX_AMOUNT for held in holds.values()):
+        return False
+    if raise_holds(connection, request.root, of, holds, "raise") is not None:
+        return False
+    write_lines(
+        connection,
+        request.root,
+        reservation_id,
+        {"estimate": estimates, "extended": dict.fromkeys(estimates, 0)},
+    )
     return True
+
+
+def _estimates(
+    connection: Connection, request: ReserveRequest, of: list[sa.Row[Any]]
+) -> dict[int, int]:
+    """Return what the next attempt asks of each line; as before where nothing new reaches it."""
+    levels = levels_above(connection, request.root, of)
+    asked: dict[str, int] = {}
+    for line in request.lines:
+        if line.budget in levels:
+            for level in chain(levels, line.budget):
+                asked[level.budget] = max(line.amount, asked.get(level.budget, 0))
+    return {line.line: asked.get(line.budget, line.estimate) for line in of}
 
 
 def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
@@ -163,6 +177,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         parent=row.parent_id,
         retries=row.retries,
         unreserved=row.unreserved,
+        finishing=True,
     )
 
 
@@ -192,7 +207,7 @@ def try_parked(
         elif held is None or held.state in TERMINAL:
             fits = True
         else:
-            fits = _raise_holds(connection, request)
+            fits = _hold_next(connection, request)
             if fits:
                 running = held.state == "running" and held.attempts == row.after_attempt
                 _write_next(connection, request, message, row.after_attempt, running)

@@ -19,7 +19,8 @@ from sqlalchemy import event, exc
 from sqlalchemy.engine import Connection, Engine
 
 from celery_budget.core.backoff import backoff_seconds
-from celery_budget.errors import ConfigurationError, SchemaError, StoreError
+from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
+from celery_budget.store.unready import Unready
 
 __all__ = ["Store"]
 
@@ -30,6 +31,8 @@ R = TypeVar("R")
 
 #: How often a call is tried where its caller waits for an answer.
 TRIES = 4
+#: How often one call may find that something has to be made first.
+PREPARATIONS = 8
 FIRST_WAIT_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 5.0
 #: How long a thread waits for the others of its process that use the same SQLite file.
@@ -157,11 +160,16 @@ class Store:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        failures = 0
+        failures = prepared = 0
         while True:
             try:
                 with connect() as connection:
                     return function(connection, *args, **kwargs)
+            except Unready as unready:
+                prepared += 1
+                if prepared > PREPARATIONS:
+                    raise StoreError(f"{unready} is gone whenever it was made", True) from None
+                missing = unready
             except (StoreError, SchemaError) as error:
                 failures += 1
                 if tries is None:
@@ -178,6 +186,8 @@ class Store:
                     time.sleep(wait)
                 elif stop.wait(wait):
                     raise
+                continue
+            self._retry(self.transaction, tries, stop, missing.prepare)
 
     @contextmanager
     def _gated(self) -> Iterator[None]:
@@ -222,6 +232,9 @@ class Store:
         try:
             yield
         except exc.DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) == "CB001":
+                # Raised by the function budget_move.
+                raise InvalidAmount(str(error.orig).splitlines()[0]) from None
             raise _translate(self.url, error) from error
         except exc.TimeoutError as error:
             raise StoreError(f"no connection to {self.url} was free: {error}", True) from error

@@ -26,7 +26,7 @@ from celery_budget.store.attempts import (
     set_reservation,
     write_end,
 )
-from celery_budget.store.reservations import finish, lines_of, lock, release
+from celery_budget.store.reservations import charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, now_us, reservations
 
 __all__ = [
@@ -232,13 +232,15 @@ def abandon(
             return "waiting"
         if run_again(connection, row, attempt, park_us):
             return "waiting"
+    of = lines_of(connection, root, reservation_id)
     recorded = usage.recorded(connection, root, reservation_id, attempt)
+    unmetered = [line.line for line in of if usage.is_unmetered(line, recorded)]
+    charges = {}
+    for line in of:
+        missing = ready is None or line.line in unmetered
+        promised = line.estimate + line.extended if missing else 0
+        charges[line.line] = charge_of(line, max(0, promised - recorded.get(line.unit, 0)))
     state = "settled" if ready else "lost"
-    missing = ready is None or recorded is None
-    charges = {
-        line.line: line.used + (max(0, line.estimate - (recorded or 0)) if missing else 0)
-        for line in lines_of(connection, root, reservation_id)
-    }
-    finish(connection, root, row, state, charges, unmetered=recorded is None)
+    finish(connection, root, row, state, charges, unmetered=bool(unmetered), of=of)
     outbox.drop(connection, root, reservation_id)
     return state

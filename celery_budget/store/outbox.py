@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
-from celery_budget.core.reservations import CLAIMABLE
+from celery_budget.core.reservations import CLAIMABLE, ReserveRequest
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import attempts, now_us, outbox, reservations
 
@@ -22,6 +22,7 @@ __all__ = [
     "claim_due",
     "drop",
     "enqueue",
+    "enqueue_many",
     "forget",
     "make_due",
     "mark_published",
@@ -107,6 +108,45 @@ def enqueue(
         body=message.body,
         envelope=message.envelope,
     )
+
+
+def enqueue_many(
+    connection: Connection,
+    root: str,
+    messages: Sequence[tuple[ReserveRequest, WireMessage]],
+    delivered_us: int | None,
+) -> None:
+    """Write the messages of reservations that were just admitted; as :func:`enqueue`, for each."""
+    delivered = delivered_us is not None
+    # One time for all, or that of each.
+    now = sa.select(now_us()).scalar_subquery()
+    timed = sa.bindparam("timed_us", type_=sa.BigInteger)
+    due: Any = now + delivered_us if delivered else sa.case((timed == 0, now), else_=timed)
+    statement = outbox.insert().values(
+        due_us=due, created_us=now, published_us=now if delivered else None
+    )
+    connection.execute(
+        statement.returning(outbox.c.retries),
+        [
+            {
+                "root": root,
+                "outbox_id": new_id(),
+                "reservation_id": request.reservation_id,
+                "task_id": message.task_id,
+                "task_name": message.task_name,
+                "retries": request.retries,
+                "state": "published" if delivered else "due",
+                "expires_us": message.expires_us,
+                "publishes": int(delivered),
+                "failures": 0,
+                "queue": message.queue,
+                "body": message.body,
+                "envelope": message.envelope,
+                **({} if delivered else {"timed_us": message.due_us}),
+            }
+            for request, message in messages
+        ],
+    ).all()
 
 
 def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> list[Due]:

@@ -8,10 +8,14 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.reservations import USED
 from celery_budget.store.continuations import GIVEN_UP
+from celery_budget.store.journal import ABSOLUTE
 from celery_budget.store.schema import (
+    adjustments,
     attempts,
     balances,
+    journal,
     lines,
     now_us,
     outbox,
@@ -27,6 +31,7 @@ __all__ = [
     "find_parked",
     "find_reservations",
     "mismatched_balances",
+    "mismatched_journals",
     "mismatched_lines",
     "mismatched_usage",
     "open_work",
@@ -68,10 +73,10 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
         )
     ).scalar_one()
     found.update({name: int(count) for name, count in flags._mapping.items()})
-    for name, table in (("refused", refusals), ("parked", parked)):
-        found[name] = connection.execute(
-            sa.select(sa.func.count()).select_from(table).where(table.c.root == root)
-        ).scalar_one()
+    refused = sa.select(_sum(refusals.c.count)).where(refusals.c.root == root)
+    found["refused"] = int(connection.execute(refused).scalar_one())
+    waiting = sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
+    found["parked"] = connection.execute(waiting).scalar_one()
     return found
 
 
@@ -79,7 +84,8 @@ def drift(connection: Connection, root: str) -> Rows:
     """Return estimate against actual by stage and estimator, where the actual was measured.
 
     That is of requests that succeeded and recorded what they used: a failure may have stopped
-    half-way, and what recorded nothing was charged the estimate itself.
+    half-way, and what recorded nothing was charged the estimate itself. Of a request that draws on
+    several budgets the first it names counts.
     """
     return list(
         connection.execute(
@@ -91,7 +97,7 @@ def drift(connection: Connection, root: str) -> Rows:
                 _sum(lines.c.estimate).label("estimated"),
                 _sum(lines.c.settled).label("actual"),
             )
-            .join(lines, _same_reservation(lines))
+            .join(lines, sa.and_(_same_reservation(lines), lines.c.line == 0))
             .join(
                 attempts,
                 sa.and_(_same_reservation(attempts), attempts.c.attempt == reservations.c.attempts),
@@ -118,46 +124,144 @@ def _same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
 
 
 def mismatched_balances(connection: Connection, root: str) -> Rows:
-    """Return balances that are not the sum of their lines, in one snapshot."""
-    sums = (
+    """Return balances that are not the sum of their lines and adjustments, in one snapshot.
+
+    Those of lines that have no balance come with amounts of none.
+    """
+    parts = sa.union_all(
         sa.select(
             lines.c.budget,
             lines.c.window_us,
             lines.c.stripe,
             _sum(lines.c.reserved).label("reserved"),
-            _sum(lines.c.settled).label("settled"),
+            _sum(lines.c.settled).label("spent"),
         )
         .where(lines.c.root == root)
-        .group_by(lines.c.budget, lines.c.window_us, lines.c.stripe)
+        .group_by(lines.c.budget, lines.c.window_us, lines.c.stripe),
+        sa.select(
+            adjustments.c.budget,
+            adjustments.c.window_us,
+            adjustments.c.stripe,
+            sa.literal(0),
+            _sum(adjustments.c.amount),
+        )
+        .where(adjustments.c.root == root)
+        .group_by(adjustments.c.budget, adjustments.c.window_us, adjustments.c.stripe),
+    ).subquery()
+    sums = (
+        sa.select(
+            parts.c.budget,
+            parts.c.window_us,
+            parts.c.stripe,
+            _sum(parts.c.reserved).label("reserved"),
+            _sum(parts.c.spent).label("spent"),
+        )
+        .group_by(parts.c.budget, parts.c.window_us, parts.c.stripe)
         .subquery()
     )
+    mine = sa.select(balances).where(balances.c.root == root).subquery()
     held = sa.func.coalesce(sums.c.reserved, 0)
-    spent = sa.func.coalesce(sums.c.settled, 0)
-    return list(
+    spent = sa.func.coalesce(sums.c.spent, 0)
+    differ = sa.or_(
+        sa.func.coalesce(mine.c.reserved, 0) != held, sa.func.coalesce(mine.c.spent, 0) != spent
+    )
+    columns = [
+        *(
+            sa.func.coalesce(mine.c[name], sums.c[name]).label(name)
+            for name in ("budget", "window_us", "stripe")
+        ),
+        mine.c.reserved,
+        mine.c.spent,
+        held.label("lines_reserved"),
+        spent.label("lines_spent"),
+    ]
+    joined = mine.join(sums, _same_balance(mine.c, sums.c), full=True)
+    return sorted(
+        connection.execute(sa.select(*columns).select_from(joined).where(differ)), key=_balance_key
+    )
+
+
+def _same_balance(one: Any, other: Any) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        one.budget == other.budget,
+        one.window_us == other.window_us,
+        one.stripe == other.stripe,
+    )
+
+
+def _balance_key(row: sa.Row[Any]) -> tuple[str, int, int]:
+    return row.budget, row.window_us, row.stripe
+
+
+def mismatched_journals(connection: Connection, root: str) -> Rows:
+    """Return balances that their journal does not lead to, or whose journal lacks an entry.
+
+    A journal is read from its last checkpoint or repair on, which stand for all before them.
+    """
+    key = (journal.c.budget, journal.c.window_us, journal.c.stripe)
+    base = (
+        sa.select(*key, sa.func.max(journal.c.entry).label("entry"))
+        .where(journal.c.root == root, journal.c.what.in_(ABSOLUTE))
+        .group_by(*key)
+        .subquery()
+    )
+
+    def since(delta: Any, after: Any) -> sa.ColumnElement[Any]:
+        return _sum(
+            sa.case(
+                (base.c.entry.is_(None), delta),
+                (journal.c.entry > base.c.entry, delta),
+                (journal.c.entry == base.c.entry, after),
+                else_=0,
+            )
+        )
+
+    told = (
+        sa.select(
+            *key,
+            since(journal.c.reserved, journal.c.reserved_after).label("reserved"),
+            since(journal.c.spent, journal.c.spent_after).label("spent"),
+            since(sa.literal(1), base.c.entry).label("last"),
+            sa.func.max(journal.c.entry).label("entries"),
+        )
+        .outerjoin(base, _same_balance(base.c, journal.c))
+        .where(journal.c.root == root)
+        .group_by(*key)
+        .subquery()
+    )
+    mine = sa.select(balances).where(balances.c.root == root).subquery()
+
+    def number(column: Any) -> sa.ColumnElement[Any]:
+        return sa.func.coalesce(column, 0)
+
+    complete = sa.and_(
+        number(told.c.entries) == number(mine.c.entries),
+        number(told.c.last) == number(told.c.entries),
+    )
+    joined = mine.join(told, _same_balance(mine.c, told.c), full=True)
+    return sorted(
         connection.execute(
             sa.select(
-                balances.c.budget,
-                balances.c.window_us,
-                balances.c.stripe,
-                balances.c.reserved,
-                balances.c.spent,
-                held.label("lines_reserved"),
-                spent.label("lines_settled"),
-            )
-            .outerjoin(
-                sums,
-                sa.and_(
-                    sums.c.budget == balances.c.budget,
-                    sums.c.window_us == balances.c.window_us,
-                    sums.c.stripe == balances.c.stripe,
+                *(
+                    sa.func.coalesce(mine.c[name], told.c[name]).label(name)
+                    for name in ("budget", "window_us", "stripe")
                 ),
+                mine.c.reserved,
+                mine.c.spent,
+                number(told.c.reserved).label("journal_reserved"),
+                number(told.c.spent).label("journal_spent"),
+                complete.label("complete"),
             )
+            .select_from(joined)
             .where(
-                balances.c.root == root,
-                sa.or_(balances.c.reserved != held, balances.c.spent != spent),
+                sa.or_(
+                    ~complete,
+                    number(mine.c.reserved) != number(told.c.reserved),
+                    number(mine.c.spent) != number(told.c.spent),
+                )
             )
-            .order_by(balances.c.budget)
-        )
+        ),
+        key=_balance_key,
     )
 
 
@@ -165,12 +269,14 @@ def mismatched_lines(connection: Connection, root: str) -> Rows:
     """Return lines that do not agree with the state of their reservation.
 
     An ended one holds nothing and has charged at least what was used; an open one has charged
-    nothing and holds at least what was used.
+    nothing and holds at least what was used. What is charged at the start is charged as it is used.
     """
     ended = reservations.c.ended_us.is_not(None)
+    by_use = lines.c.charge == USED
     wrong = sa.or_(
         sa.and_(ended, sa.or_(lines.c.reserved != 0, lines.c.settled < lines.c.used)),
-        sa.and_(~ended, sa.or_(lines.c.settled != 0, lines.c.reserved < lines.c.used)),
+        sa.and_(~ended, by_use, sa.or_(lines.c.settled != 0, lines.c.reserved < lines.c.used)),
+        sa.and_(~by_use, lines.c.settled != lines.c.used),
     )
     return list(
         connection.execute(
@@ -192,9 +298,9 @@ def mismatched_lines(connection: Connection, root: str) -> Rows:
 def mismatched_usage(connection: Connection, root: str) -> Rows:
     """Return lines whose recorded total is not the sum of the usage records."""
     sums = (
-        sa.select(usage.c.reservation_id, _sum(usage.c.amount).label("amount"))
+        sa.select(usage.c.reservation_id, usage.c.unit, _sum(usage.c.amount).label("amount"))
         .where(usage.c.root == root)
-        .group_by(usage.c.reservation_id)
+        .group_by(usage.c.reservation_id, usage.c.unit)
         .subquery()
     )
     amount = sa.func.coalesce(sums.c.amount, 0)
@@ -204,8 +310,14 @@ def mismatched_usage(connection: Connection, root: str) -> Rows:
                 reservations.c.task_id, lines.c.budget, lines.c.used, amount.label("recorded")
             )
             .join(lines, _same_reservation(lines))
-            .outerjoin(sums, sums.c.reservation_id == reservations.c.reservation_id)
-            .where(reservations.c.root == root, lines.c.used != amount)
+            .outerjoin(
+                sums,
+                sa.and_(
+                    sums.c.reservation_id == reservations.c.reservation_id,
+                    sums.c.unit == lines.c.unit,
+                ),
+            )
+            .where(reservations.c.root == root, lines.c.charge == USED, lines.c.used != amount)
             .order_by(reservations.c.reservation_id)
         )
     )

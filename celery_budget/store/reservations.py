@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.reservations import TERMINAL
+from celery_budget.core.draws import OPEN, Level, limits_in_force, short
+from celery_budget.core.reservations import START, TERMINAL, USED, Refused
 from celery_budget.store import outbox
-from celery_budget.store.budgets import move
+from celery_budget.store.balances import Move, key_of, lock_balances, move
+from celery_budget.store.levels import levels_of
 from celery_budget.store.schema import lines, now_us, reservations
 
-__all__ = ["finish", "hold", "lines_of", "lock", "release", "revoke"]
+__all__ = [
+    "charge_of",
+    "finish",
+    "kept",
+    "levels_above",
+    "lines_of",
+    "lock",
+    "raise_holds",
+    "release",
+    "revoke",
+    "set_holds",
+    "start",
+    "write_lines",
+]
+
+Lines = Sequence[sa.Row[Any]]
 
 
 def lock(connection: Connection, root: str, reservation_id: uuid.UUID) -> sa.Row[Any] | None:
@@ -30,45 +48,142 @@ def lock(connection: Connection, root: str, reservation_id: uuid.UUID) -> sa.Row
 
 
 def lines_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> list[sa.Row[Any]]:
-    """Return the lines in the order in which their balances are locked.
-
-    Sorted here, by code points, which is PostgreSQL's ``COLLATE "C"``: one order for both.
-    """
-    rows = connection.execute(
-        sa.select(lines).where(lines.c.root == root, lines.c.reservation_id == reservation_id)
+    """Return the lines of a reservation by their numbers: that of the budget named first is 0."""
+    return list(
+        connection.execute(
+            sa.select(lines)
+            .where(lines.c.root == root, lines.c.reservation_id == reservation_id)
+            .order_by(lines.c.line)
+        )
     )
-    return sorted(rows, key=lambda row: (row.budget, row.window_us, row.stripe))
 
 
-def hold(
+def write_lines(
     connection: Connection,
     root: str,
-    line: sa.Row[Any],
-    amount: int,
-    *,
-    within_limit: bool,
-    estimate: int | None = None,
-    held: int | None = None,
-) -> bool:
-    """Make ``amount`` what a line holds; false, and nothing changed, where it does not fit.
-
-    The caller holds the reservation's row; locks the line's balance.
-
-    :param held: what it holds now, where ``line`` was read before that changed.
-    """
-    held = line.reserved if held is None else held
-    if not move(connection, root, line, amount - held, 0, within_limit):
-        return False
+    reservation_id: uuid.UUID,
+    columns: Mapping[str, Mapping[int, int]],
+) -> None:
+    """Give columns of a reservation's lines new values, by the lines' numbers; one statement."""
+    numbers = sorted({number for values in columns.values() for number in values})
+    if not numbers:
+        return
     connection.execute(
         lines.update()
         .where(
             lines.c.root == root,
-            lines.c.reservation_id == line.reservation_id,
-            lines.c.line == line.line,
+            lines.c.reservation_id == reservation_id,
+            lines.c.line.in_(numbers),
         )
-        .values(reserved=amount, estimate=line.estimate if estimate is None else estimate)
+        .values(
+            {
+                name: sa.case(
+                    {number: sa.literal(value, sa.BigInteger) for number, value in values.items()},
+                    value=lines.c.line,
+                    else_=lines.c[name],
+                )
+                for name, values in columns.items()
+            }
+        )
     )
-    return True
+
+
+def kept(line: sa.Row[Any]) -> int:
+    """Return what a line has to hold even while nothing runs: what was used and not charged yet."""
+    return int(line.used) if line.charge == USED else 0
+
+
+def charge_of(line: sa.Row[Any], fresh: int = 0) -> int:
+    """Return what a line has been charged when its reservation ends.
+
+    :param fresh: what the last attempt is charged beyond what was used.
+    """
+    return int(line.settled if line.charge == START else line.used + fresh)
+
+
+def levels_above(connection: Connection, root: str, of: Lines) -> dict[str, Level]:
+    """Return how the budgets of lines stand, and all above them, in the lines' own windows."""
+    return levels_of(
+        connection, root, [line.budget for line in of], {line.budget: line.window_us for line in of}
+    )
+
+
+def raise_holds(
+    connection: Connection, root: str, of: Lines, holds: Mapping[int, int], what: str
+) -> Refused | None:
+    """Make each line hold its amount of ``holds``; why not, and nothing changed, if one cannot.
+
+    For work that goes on: the hard stops count, and a draining budget lets it. The caller holds
+    the reservation's row. Locks the balances in order.
+    """
+    lock_balances(connection, root, map(key_of, of))
+    levels = levels_above(connection, root, of)
+    for line in of:
+        more = holds[line.line] - line.reserved
+        if more <= 0:
+            continue
+        limit, blocked = limits_in_force(levels, line.budget)[line.budget]
+        refused = short(replace(levels[line.budget], state=OPEN), limit, blocked, more, True)
+        if refused is not None:
+            return refused
+    set_holds(connection, root, of, holds, what)
+    return None
+
+
+def set_holds(
+    connection: Connection, root: str, of: Lines, holds: Mapping[int, int], what: str
+) -> None:
+    """Make each line hold its amount of ``holds``, over the limit if need be.
+
+    The caller holds the reservation's row. Locks the balances in order.
+
+    :raises InvalidAmount: where a sum would leave 64 bits; nothing was changed.
+    """
+    changed = [line for line in of if holds[line.line] != line.reserved]
+    move(
+        connection,
+        root,
+        [
+            Move(key_of(line), holds[line.line] - line.reserved, 0, line.reservation_id)
+            for line in changed
+        ],
+        what,
+    )
+    if changed:
+        write_lines(
+            connection,
+            root,
+            changed[0].reservation_id,
+            {"reserved": {line.line: holds[line.line] for line in changed}},
+        )
+
+
+def start(connection: Connection, root: str, reservation_id: uuid.UUID) -> None:
+    """Charge the lines that pay when an attempt starts; what they pay does not come back.
+
+    The caller holds the reservation's row. Locks their balances in order.
+    """
+    starting = [line for line in lines_of(connection, root, reservation_id) if line.charge == START]
+    move(
+        connection,
+        root,
+        [Move(key_of(line), -line.reserved, line.reserved, reservation_id) for line in starting],
+        "start",
+    )
+    write_lines(
+        connection,
+        root,
+        reservation_id,
+        {
+            "used": {line.line: line.used + line.reserved for line in starting},
+            "settled": {line.line: line.settled + line.reserved for line in starting},
+            "reserved": {line.line: 0 for line in starting},
+        },
+    )
+
+
+#: What the journal calls a reservation's end.
+_ENDED = {"settled": "settle", "released": "release", "lost": "lose"}
 
 
 def finish(
@@ -80,33 +195,41 @@ def finish(
     *,
     reason: str | None = None,
     unmetered: bool = False,
+    of: Lines | None = None,
 ) -> None:
     """Bring a reservation to a terminal state: charge each line, give the rest back.
 
     The caller holds the reservation's row and has checked that it has not ended. Locks the
     balances in order.
 
-    :param charges: the amount to charge for each line's number.
+    :param charges: what each line has been charged then, by its number.
+    :param of: the lines, where they were read before.
     """
     if state not in TERMINAL or reservation.state in TERMINAL:
         raise ValueError(f"a reservation cannot go from {reservation.state} to {state}")
-    for line in lines_of(connection, root, reservation.reservation_id):
-        charge = charges[line.line]
-        move(connection, root, line, -line.reserved, charge)
-        connection.execute(
-            lines.update()
-            .where(
-                lines.c.root == root,
-                lines.c.reservation_id == line.reservation_id,
-                lines.c.line == line.line,
-            )
-            .values(reserved=0, settled=charge)
-        )
+    reservation_id = reservation.reservation_id
+    ending = lines_of(connection, root, reservation_id) if of is None else of
+    move(
+        connection,
+        root,
+        [
+            Move(key_of(line), -line.reserved, charges[line.line] - line.settled, reservation_id)
+            for line in ending
+        ],
+        _ENDED[state],
+        reason,
+    )
+    write_lines(
+        connection,
+        root,
+        reservation_id,
+        {"reserved": {line.line: 0 for line in ending}, "settled": charges},
+    )
     connection.execute(
         reservations.update()
         .where(
             reservations.c.root == root,
-            reservations.c.reservation_id == reservation.reservation_id,
+            reservations.c.reservation_id == reservation_id,
         )
         .values(
             state=state,
@@ -129,9 +252,10 @@ def release(
     row = lock(connection, root, reservation_id)
     if row is None or row.state in TERMINAL or row.state == "running":
         return None
-    used = {line.line: line.used for line in lines_of(connection, root, reservation_id)}
+    ending = lines_of(connection, root, reservation_id)
+    used = {line.line: charge_of(line) for line in ending}
     state = "released" if row.attempts == 0 else "settled"
-    finish(connection, root, row, state, used, reason=reason)
+    finish(connection, root, row, state, used, reason=reason, of=ending)
     outbox.drop(connection, root, reservation_id)
     return row
 

@@ -24,15 +24,24 @@ from sqlalchemy import (
     Table,
     Text,
     Uuid,
+    false,
+    select,
     text,
 )
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
+from celery_budget.core.amounts import MAX_AMOUNT
+
 __all__ = [
+    "adjustments",
     "attempts",
     "balances",
     "budgets",
+    "extensions",
+    "grants",
+    "instant",
+    "journal",
     "lines",
     "metadata",
     "now_us",
@@ -67,6 +76,14 @@ def _now_us_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
     )
 
 
+def instant() -> Any:
+    """One reading of the database's clock for a whole statement, by which an index can be searched.
+
+    PostgreSQL evaluates a clock that moves for each row it looks at.
+    """
+    return select(now_us()).scalar_subquery()
+
+
 def _when(condition: str) -> dict[str, Any]:
     """Arguments that make an index partial in both dialects."""
     return {"postgresql_where": text(condition), "sqlite_where": text(condition)}
@@ -79,11 +96,26 @@ budgets = Table(
     Column("name", String(255)),
     Column("unit", String(255), nullable=False),
     Column("period", String(16), nullable=False),
+    # None for unlimited, and where the limit is a share of the parent's.
     Column("limit_amount", BigInteger),
     Column("created_us", BigInteger, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
+    Column("parent", String(255)),
+    # In parts per million, as the stops are.
+    Column("limit_share", Integer),
+    Column("timezone", String(255), nullable=False, server_default="UTC"),
+    Column("anchor_day", SmallInteger, nullable=False, server_default="1"),
+    Column("soft_stop", Integer, nullable=False, server_default="1000000"),
+    Column("hard_stop", Integer, nullable=False, server_default="1000000"),
+    Column("stripes", SmallInteger, nullable=False, server_default="1"),
+    # open; draining: takes nothing new and is closed when nothing is held; closed.
+    Column("state", String(16), nullable=False, server_default="open"),
+    # The template it was made from.
+    Column("template", String(255)),
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
+    Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
+    Index("ix_budget_budgets_draining", "root", "state", **_when("state = 'draining'")),
 )
 
 balances = Table(
@@ -95,9 +127,71 @@ balances = Table(
     Column("stripe", SmallInteger),
     Column("reserved", BigInteger, nullable=False),
     Column("spent", BigInteger, nullable=False),
+    # When the window ends. Windows of one budget never overlap, and begin one after another.
+    Column("end_us", BigInteger, nullable=False, server_default=str(MAX_AMOUNT)),
+    # The number of its last entry in the journal.
+    Column("entries", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint("root", "budget", "window_us", "stripe", name="pk_budget_balances"),
     CheckConstraint("reserved >= 0", name="reserved"),
     CheckConstraint("spent >= 0", name="spent"),
+    Index("ix_budget_balances_end", "root", "end_us"),
+)
+
+journal = Table(
+    "budget_journal",
+    metadata,
+    # The balance that changed, and the number of the change: without a gap for each balance.
+    Column("root", String(255)),
+    Column("budget", String(255)),
+    Column("window_us", BigInteger),
+    Column("stripe", SmallInteger),
+    Column("entry", BigInteger),
+    Column("at_us", BigInteger, nullable=False),
+    Column("what", String(16), nullable=False),
+    Column("who", Text, nullable=False),
+    Column("reservation_id", Uuid),
+    # By how much it changed, and what it was then.
+    Column("reserved", BigInteger, nullable=False),
+    Column("spent", BigInteger, nullable=False),
+    Column("reserved_after", BigInteger, nullable=False),
+    Column("spent_after", BigInteger, nullable=False),
+    Column("reason", Text),
+    PrimaryKeyConstraint(
+        "root", "budget", "window_us", "stripe", "entry", name="pk_budget_journal"
+    ),
+)
+
+grants = Table(
+    "budget_grants",
+    metadata,
+    Column("root", String(255)),
+    Column("key", String(255)),
+    Column("budget", String(255), nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+    Column("reason", Text),
+    Column("who", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "key", name="pk_budget_grants"),
+    CheckConstraint("amount >= 0", name="amount"),
+    Index("ix_budget_grants_budget", "root", "budget", "until_us"),
+)
+
+adjustments = Table(
+    "budget_adjustments",
+    metadata,
+    Column("root", String(255)),
+    Column("key", String(255)),
+    Column("budget", String(255), nullable=False),
+    Column("window_us", BigInteger, nullable=False),
+    Column("stripe", SmallInteger, nullable=False),
+    # What it added to what is spent; negative where it gave back.
+    Column("amount", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("who", Text, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "key", name="pk_budget_adjustments"),
+    Index("ix_budget_adjustments_balance", "root", "budget", "window_us", "stripe"),
 )
 
 reservations = Table(
@@ -129,6 +223,8 @@ reservations = Table(
     Column("over", Boolean, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ended_us", BigInteger),
+    # Whether it has lines that are charged when an attempt starts.
+    Column("charges_start", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -160,6 +256,9 @@ lines = Table(
     Column("reserved", BigInteger, nullable=False),
     Column("used", BigInteger, nullable=False),
     Column("settled", BigInteger, nullable=False),
+    Column("unit", String(255), nullable=False, server_default=""),
+    # By how much the current attempt has extended what it was to use.
+    Column("extended", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint("root", "reservation_id", "line", name="pk_budget_lines"),
     CheckConstraint("reserved >= 0 AND used >= 0 AND settled >= 0", name="amounts"),
     Index("ix_budget_lines_balance", "root", "budget", "window_us", "stripe"),
@@ -186,8 +285,6 @@ attempts = Table(
     # None once the attempt is closed: nothing is left to do for it.
     Column("lease_until_us", BigInteger),
     Column("replays", Integer, nullable=False),
-    # What it recorded under keys that earlier attempts had recorded; none if there was no such.
-    Column("repeated", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     Index(
         "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")
@@ -200,12 +297,15 @@ usage = Table(
     Column("root", String(255)),
     Column("reservation_id", Uuid),
     Column("key", String(300)),
+    Column("unit", String(255)),
     Column("attempt", Integer, nullable=False),
     Column("amount", BigInteger, nullable=False),
     # Recorded after the reservation had ended.
     Column("late", Boolean, nullable=False),
     Column("recorded_us", BigInteger, nullable=False),
-    PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_usage"),
+    # The last later attempt that recorded it once more, which added nothing.
+    Column("repeated_by", Integer),
+    PrimaryKeyConstraint("root", "reservation_id", "key", "unit", name="pk_budget_usage"),
     CheckConstraint("amount >= 0", name="amount"),
 )
 
@@ -298,16 +398,37 @@ parked = Table(
     ),
 )
 
+extensions = Table(
+    "budget_extensions",
+    metadata,
+    Column("root", String(255)),
+    Column("reservation_id", Uuid),
+    Column("key", String(300)),
+    Column("attempt", Integer, nullable=False),
+    Column("unit", String(255), nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("extended_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_extensions"),
+    CheckConstraint("amount >= 0", name="amount"),
+)
+
+# A fixed number of rows a budget and reason, each a count and the last refusal that fell to it: all
+# are counted, a sample is kept, and a storm neither grows the table nor waits for one row.
 refusals = Table(
     "budget_refusals",
     metadata,
     Column("root", String(255)),
-    Column("refusal_id", Uuid),
-    Column("budget", String(255), nullable=False),
+    Column("budget", String(255)),
+    Column("reason", String(16)),
+    Column("slot", SmallInteger),
+    Column("count", BigInteger, nullable=False),
+    Column("refusal_id", Uuid, nullable=False),
     Column("stage", Text, nullable=False),
     Column("task_name", Text, nullable=False),
     Column("requested", BigInteger, nullable=False),
+    Column("limit_amount", BigInteger),
+    Column("reserved", BigInteger),
+    Column("spent", BigInteger),
     Column("refused_us", BigInteger, nullable=False),
-    PrimaryKeyConstraint("root", "refusal_id", name="pk_budget_refusals"),
-    Index("ix_budget_refusals_budget", "root", "budget"),
+    PrimaryKeyConstraint("root", "budget", "reason", "slot", name="pk_budget_refusals"),
 )

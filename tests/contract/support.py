@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from celery_budget import admission, recovery, relay, settlement
+from celery_budget.core.budgets import Limit
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Admitted, Line, Outcome, Reserved, ReserveRequest
@@ -80,8 +81,15 @@ class Ledger:
     def root(self) -> str:
         return self.settings.root
 
-    def set(self, name: str = "b", limit: int | None = 100, unit: str | None = "tokens") -> None:
-        self.store.run(budgets.set_budget, self.root, name, limit, unit)
+    def set(
+        self,
+        name: str = "b",
+        limit: Limit = 100,
+        unit: str | None = "tokens",
+        **terms: Any,
+    ) -> None:
+        given = {"limit": limit, **({} if unit is None else {"unit": unit}), **terms}
+        self.store.run(budgets.set_budget, self.root, name, given)
 
     def request(
         self, amount: int = 10, *more: tuple[str, int], budget: str = "b", **changes: Any
@@ -176,6 +184,10 @@ class Ledger:
         """What is reserved and what is spent of a budget."""
         found = self.store.run(budgets.balance, self.root, name)
         return found.reserved, found.spent
+
+    def refused(self) -> int:
+        """How many refusals were counted."""
+        return sum(row.count for row in self.rows("refusals"))
 
     def row(self, request: ReserveRequest) -> Any:
         """The reservation's row."""

@@ -35,7 +35,7 @@ def test_a_limit_moves_and_what_was_drawn_stays(funded: Ledger, limit: int | Non
 def test_a_limit_below_what_was_drawn_admits_nothing(funded: Ledger) -> None:
     funded.reserve(60)
     funded.set("b", 50)
-    assert funded.admit(funded.request(1)) == Refused("b", "tokens", 1, 50, 60, 0)
+    assert funded.admit(funded.request(1)) == Refused("b", "tokens", 1, 50, 60, 0, "held", 50)
     assert isinstance(funded.admit(funded.request(0)), Refused)
 
 
@@ -43,7 +43,9 @@ def test_a_limit_below_what_was_drawn_admits_nothing(funded: Ledger) -> None:
 def test_a_limit_of_zero_blocks_everything(ledger: Ledger, amount: int) -> None:
     """Also what asks for nothing: it could record any usage."""
     ledger.set("b", 0)
-    assert ledger.admit(ledger.request(amount)) == Refused("b", "tokens", amount, 0, 0, 0)
+    assert ledger.admit(ledger.request(amount)) == Refused(
+        "b", "tokens", amount, 0, 0, 0, "blocked", 0
+    )
 
 
 def test_nothing_fits_a_budget_that_is_used_up(ledger: Ledger) -> None:

@@ -95,7 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def fits(self, name: str, amount: int) -> bool:
         limit = self.limits[name]
-        return limit is None or sum(self.drawn(name)) + amount <= limit
+        return limit is None or 0 < limit >= sum(self.drawn(name)) + amount
 
     @rule(name=names, limit=limits)
     def set_limit(self, name: str, limit: int | None) -> None:

@@ -34,7 +34,7 @@ def test_admitted_work_holds_its_estimate_and_has_a_message(funded: Ledger) -> N
 def test_a_budget_fills_to_its_limit_exactly(funded: Ledger, amounts: list[int]) -> None:
     for amount in amounts:
         funded.reserve(amount)
-    assert funded.admit(funded.request(1)) == Refused("b", "tokens", 1, 100, 100, 0)
+    assert funded.admit(funded.request(1)) == Refused("b", "tokens", 1, 100, 100, 0, "held", 100)
 
 
 def test_a_refusal_tells_the_figures_and_changes_nothing_but_its_count(funded: Ledger) -> None:
@@ -45,7 +45,7 @@ def test_a_refusal_tells_the_figures_and_changes_nothing_but_its_count(funded: L
     funded.reserve(50)
     before = funded.dump()
     refused = funded.request(31)
-    assert funded.admit(refused) == Refused("b", "tokens", 31, 100, 50, 20)
+    assert funded.admit(refused) == Refused("b", "tokens", 31, 100, 50, 20, "held", 100)
     after = funded.dump()
     [refusal] = funded.rows("refusals")
     assert (refusal.budget, refusal.stage, refusal.requested) == ("b", "draft", 31)
@@ -136,7 +136,7 @@ def test_an_id_that_ran_is_taken_for_good(funded: Ledger) -> None:
 
 def test_several_budgets_are_held_together(funded: Ledger) -> None:
     for name in ("a", "z"):
-        funded.set(name, 50, "requests")
+        funded.set(name, 50)
     request = funded.reserve(10, ("z", 1), ("a", 2))
     assert [funded.balance(name) for name in ("a", "b", "z")] == [(2, 0), (10, 0), (1, 0)]
     attempt = funded.run(request)
@@ -172,9 +172,13 @@ def test_one_budget_is_named_once(funded: Ledger) -> None:
 def test_an_unlimited_budget_counts_to_the_end_of_its_column(ledger: Ledger) -> None:
     ledger.set("b", None)
     ledger.reserve(MOST - 5)
-    assert ledger.admit(ledger.request(6)) == Refused("b", "tokens", 6, MOST, MOST - 5, 0)
+    assert ledger.admit(ledger.request(6)) == Refused(
+        "b", "tokens", 6, MOST, MOST - 5, 0, "held", MOST
+    )
     ledger.reserve(5)
-    assert ledger.admit(ledger.request(MOST)) == Refused("b", "tokens", MOST, MOST, MOST, 0)
+    assert ledger.admit(ledger.request(MOST)) == Refused(
+        "b", "tokens", MOST, MOST, MOST, 0, "held", MOST
+    )
     assert ledger.balance() == (MOST, 0)
 
 

@@ -60,7 +60,7 @@ def test_usage_above_the_hold_raises_it_over_the_limit(funded: Ledger) -> None:
     attempt.record(30)
     assert funded.row(request).over
     assert funded.balance() == (120, 0)
-    assert funded.admit(funded.request(1)) == Refused("b", "tokens", 1, 100, 120, 0)
+    assert funded.admit(funded.request(1)) == Refused("b", "tokens", 1, 100, 120, 0, "held", 100)
     attempt.end(RETURNED)
     assert funded.balance() == (0, 120)
 

@@ -19,6 +19,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.integration.service import sweep
 from celery_budget.relay import Relayed
 from celery_budget.store import schema
+from celery_budget.upkeep import Upkeep
 
 Rows = dict[str, list[tuple[Any, ...]]]
 
@@ -70,7 +71,7 @@ class Shop:
 
     def sweep(self) -> None:
         """Every periodic step once."""
-        sweep(self.budget)
+        sweep(self.budget, Upkeep(self.budget.store, self.budget.settings))
 
     def received(self, queue: str | None = None) -> list[Any]:
         """Take all messages out of a queue, by default the application's own."""

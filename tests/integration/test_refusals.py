@@ -194,8 +194,8 @@ def test_other_arguments_under_the_same_request_id(on_both: Shop) -> None:
 
 
 ERRORS = [
-    BudgetExceeded("tenant:a", "tokens", 7, 6, 10, 4, 0),
-    BudgetExceeded("tenant:ä", "µ-usd", 2**63 - 1, -3, 2**63 - 1, 8, 2**62),
+    BudgetExceeded("tenant:a", "tokens", 7, 6, 10, 4, 0, "held", 10),
+    BudgetExceeded("tenant:ä", "µ-usd", 2**63 - 1, -3, 2**63 - 1, 8, 2**62, "exhausted", 5),
     UnknownBudget("tenant:nobody"),
     RequestConflict("r", "tenant:a", "task"),
     RequestNotRun("task", "expired"),

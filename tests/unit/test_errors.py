@@ -17,14 +17,18 @@ from celery_budget.errors import BudgetError
 MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "AttemptLost": (("t-1",), ["t-1", "budget explain t-1"]),
     "BudgetExceeded": (
-        ("tenant:acme", "tokens", 12, 7, 100, 60, 33),
-        ["'tenant:acme'", "7 of 100 tokens", "60 reserved", "33 spent", "12 were requested",
-         "budget show tenant:acme"],
+        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90),
+        ["'tenant:acme'", "held by requests", "may fill 90", "7 of 100 tokens", "60 reserved",
+         "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
+    "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
+    "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
+    "RequestRuns": (("t-1", "running"), ["t-1", "running", "revoke('t-1', terminate=True)"]),
     "StoreError": (("the database failed", True), ["the database failed"]),
     "UnknownBudget": (("b",), ["'b'", "budget set b --limit"]),
+    "UnknownRequest": (("t-1",), ["'t-1'", "nothing was changed"]),
 }  # fmt: skip
 
 TREE = {
@@ -76,7 +80,7 @@ def test_an_exceeded_budget_shows_every_figure() -> None:
     error, _ = make("BudgetExceeded")
     assert vars(error) == {
         "budget": "tenant:acme", "unit": "tokens", "requested": 12, "available": 7,
-        "limit": 100, "reserved": 60, "spent": 33,
+        "limit": 100, "reserved": 60, "spent": 33, "reason": "held", "most": 90,
     }  # fmt: skip
 
 

@@ -1,0 +1,173 @@
+"""The one place that moves a balance: locked in order, counted in 64 bits, told to the journal."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.errors import InvalidAmount
+from celery_budget.store.journal import who
+from celery_budget.store.schema import balances, journal, now_us
+
+__all__ = ["Key", "Move", "binary", "key_of", "lock_balances", "move"]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Which balance of a root; sorts as balances are locked.
+
+    Python compares text by code points, which is PostgreSQL's ``COLLATE "C"``: one order for both.
+    """
+
+    budget: str
+    window_us: int
+    stripe: int = 0
+
+
+@dataclass(frozen=True)
+class Move:
+    """What is added to a balance; either amount may be negative.
+
+    :ivar reservation_id: whose move it is; none for an adjustment or a repair.
+    """
+
+    key: Key
+    reserved: int
+    spent: int
+    reservation_id: uuid.UUID | None = None
+
+
+def key_of(line: sa.Row[Any]) -> Key:
+    """Return the balance a line belongs to."""
+    return Key(line.budget, line.window_us, line.stripe)
+
+
+def where(root: str, key: Key) -> sa.ColumnElement[bool]:
+    """Return the condition for one balance's row."""
+    return sa.and_(
+        balances.c.root == root,
+        balances.c.budget == key.budget,
+        balances.c.window_us == key.window_us,
+        balances.c.stripe == key.stripe,
+    )
+
+
+def binary(connection: Connection) -> str:
+    """Return the name of the collation by code points, in which names are ordered for locking."""
+    return "C" if connection.dialect.name == "postgresql" else "BINARY"
+
+
+def lock_balances(connection: Connection, root: str, keys: Iterable[Key]) -> None:
+    """Lock balances in order, before it is decided by them whether something fits.
+
+    On SQLite the transaction has the one write lock already.
+    """
+    wanted = sorted(set(keys))
+    if connection.dialect.name == "sqlite" or not wanted:
+        return
+    of = sa.tuple_(balances.c.budget, balances.c.window_us, balances.c.stripe)
+    connection.execute(
+        sa.select(balances.c.stripe)
+        .where(
+            balances.c.root == root,
+            of.in_([(key.budget, key.window_us, key.stripe) for key in wanted]),
+        )
+        .order_by(
+            sa.collate(balances.c.budget, binary(connection)),
+            balances.c.window_us,
+            balances.c.stripe,
+        )
+        .with_for_update()
+    )
+
+
+def move(
+    connection: Connection,
+    root: str,
+    moves: Sequence[Move],
+    what: str,
+    reason: str | None = None,
+) -> None:
+    """Make all of ``moves``, in their order; moves of nothing are left out.
+
+    Locks the balances in order; the caller holds the rows of the reservations. On PostgreSQL one
+    statement.
+
+    :param what: what the journal says was done.
+    :raises InvalidAmount: where a sum would leave 64 bits; nothing was changed.
+    """
+    real = [one for one in moves if one.reserved or one.spent]
+    if not real:
+        return
+    if connection.dialect.name == "sqlite":
+        for one in real:
+            _move_sqlite(connection, root, one, what, reason)
+        return
+    connection.execute(
+        _MOVE,
+        {
+            "root": root,
+            "budgets": [one.key.budget for one in real],
+            "windows": [one.key.window_us for one in real],
+            "stripes": [one.key.stripe for one in real],
+            "reserved": [one.reserved for one in real],
+            "spent": [one.spent for one in real],
+            "reservations": [one.reservation_id for one in real],
+            "what": what,
+            "who": who(),
+            "reason": reason,
+        },
+    )
+
+
+_MOVE = sa.text(
+    "SELECT budget_move(:root, CAST(:budgets AS text[]), CAST(:windows AS bigint[]),"
+    " CAST(:stripes AS smallint[]), CAST(:reserved AS bigint[]), CAST(:spent AS bigint[]),"
+    " :reservations, :what, :who, :reason)"
+).bindparams(sa.bindparam("reservations", type_=postgresql.ARRAY(sa.Uuid)))
+
+
+def _move_sqlite(
+    connection: Connection, root: str, one: Move, what: str, reason: str | None
+) -> None:
+    row = connection.execute(
+        sa.select(balances.c.reserved, balances.c.spent, balances.c.entries).where(
+            where(root, one.key)
+        )
+    ).one()
+    reserved, spent = row.reserved + one.reserved, row.spent + one.spent
+    if reserved + spent > MAX_AMOUNT:
+        raise InvalidAmount(
+            f"budget {one.key.budget!r} cannot count {reserved + spent}; a balance is at most "
+            "2^63-1"
+        )
+    connection.execute(
+        balances.update()
+        .where(where(root, one.key))
+        .values(reserved=reserved, spent=spent, entries=row.entries + 1)
+    )
+    connection.execute(
+        journal.insert().values(
+            root=root,
+            budget=one.key.budget,
+            window_us=one.key.window_us,
+            stripe=one.key.stripe,
+            entry=row.entries + 1,
+            at_us=now_us(),
+            what=what,
+            who=who(),
+            reservation_id=one.reservation_id,
+            reserved=one.reserved,
+            spent=one.spent,
+            reserved_after=reserved,
+            spent_after=spent,
+            reason=reason,
+        )
+    )

@@ -1,0 +1,82 @@
+"""Putting a balance right that is not what its lines and adjustments add up to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.errors import InvalidAmount
+from celery_budget.store.balances import Key, where
+from celery_budget.store.journal import REPAIR, of_balance, reads, who
+from celery_budget.store.schema import adjustments, balances, journal, lines, now_us
+from celery_budget.store.windows import insert_window
+
+__all__ = ["rebuild"]
+
+
+def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
+    """Make a balance what its lines and adjustments add up to; false where nothing was wrong.
+
+    Whoever changes a line changes its balance first: behind the lock of the balance, which this
+    takes, the sum stands still. The journal is told in an entry that stands for all before it.
+
+    :raises InvalidAmount: where the sum is more than a balance can hold.
+    """
+    mine = where(root, key)
+    row = connection.execute(sa.select(balances).where(mine).with_for_update()).first()
+    if row is None:
+        # How long the window was is not known any more; it is closed.
+        insert_window(connection, root, key.budget, key.window_us, key.window_us)
+        row = connection.execute(sa.select(balances).where(mine).with_for_update()).one()
+    reserved, settled = _sums(connection, lines, root, key, lines.c.reserved, lines.c.settled)
+    (adjusted,) = _sums(connection, adjustments, root, key, adjustments.c.amount)
+    spent = settled + adjusted
+    if reserved + spent > MAX_AMOUNT or spent < 0:
+        raise InvalidAmount(
+            f"the lines of budget {key.budget!r} add up to {reserved} reserved and {spent} spent, "
+            "which no balance can be"
+        )
+    entries = of_balance(root, key.budget, key.window_us, key.stripe)
+    told = reads(connection, entries)
+    if (row.reserved, row.spent) == (reserved, spent) and told == (reserved, spent, row.entries):
+        return False
+    last = connection.execute(sa.select(sa.func.max(journal.c.entry)).where(entries)).scalar()
+    entry = max(row.entries, last or 0) + 1
+    connection.execute(
+        balances.update().where(mine).values(reserved=reserved, spent=spent, entries=entry)
+    )
+    connection.execute(
+        journal.insert().values(
+            root=root,
+            budget=key.budget,
+            window_us=key.window_us,
+            stripe=key.stripe,
+            entry=entry,
+            at_us=now_us(),
+            what=REPAIR,
+            who=who(),
+            reserved=reserved - row.reserved,
+            spent=spent - row.spent,
+            reserved_after=reserved,
+            spent_after=spent,
+            reason=reason,
+        )
+    )
+    return True
+
+
+def _sums(
+    connection: Connection, table: sa.Table, root: str, key: Key, *columns: Any
+) -> tuple[int, ...]:
+    found = connection.execute(
+        sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in columns)).where(
+            table.c.root == root,
+            table.c.budget == key.budget,
+            table.c.window_us == key.window_us,
+            table.c.stripe == key.stripe,
+        )
+    ).one()
+    return tuple(map(int, found))

@@ -1,0 +1,202 @@
+"""Windows: one row for each budget and stretch of time, made ahead or when first drawn on.
+
+The windows of a budget follow one another without overlap: another period begins a new window now.
+A window is made in a transaction of its own, never in one that goes on: whoever comes second waits
+for that short one, and not for a caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.periods import Period, Window
+from celery_budget.store.insert import insert_new
+from celery_budget.store.schema import adjustments, balances, budgets, instant, lines, now_us
+
+__all__ = ["Gone", "ahead", "cut", "insert_window", "open_window", "period_of", "prune", "read_now"]
+
+
+def read_now(connection: Connection) -> int:
+    """Return the database's clock, in microseconds since the epoch."""
+    return int(connection.execute(sa.select(now_us())).scalar_one())
+
+
+def period_of(row: Any) -> Period:
+    """Return the period of a budget's row."""
+    return Period(row.period, row.timezone, row.anchor_day)
+
+
+def open_window(connection: Connection, root: str, name: str) -> None:
+    """Make the window of budget ``name`` that is open now, unless it is there.
+
+    Locks the budget's row, shared, so that it is neither closed nor given another period
+    meanwhile. Of two at once the second waits for the first to commit, and finds its row.
+    """
+    row = connection.execute(
+        sa.select(budgets)
+        .where(budgets.c.root == root, budgets.c.name == name)
+        .with_for_update(read=True)
+    ).first()
+    if row is None:
+        return
+    now = read_now(connection)
+    window = period_of(row).window(now)
+    last_end = connection.execute(
+        sa.select(sa.func.max(balances.c.end_us)).where(
+            balances.c.root == root, balances.c.budget == name, balances.c.window_us <= now
+        )
+    ).scalar()
+    next_start = connection.execute(
+        sa.select(sa.func.min(balances.c.window_us)).where(
+            balances.c.root == root, balances.c.budget == name, balances.c.window_us > now
+        )
+    ).scalar()
+    if last_end is None or last_end <= now:
+        # Rows that are there stay as they are: those of another period, or made by a host whose
+        # time zones are of another version.
+        insert_window(
+            connection,
+            root,
+            name,
+            max(window.start_us, last_end or 0),
+            min(window.end_us, next_start or window.end_us),
+        )
+
+
+def insert_window(connection: Connection, root: str, name: str, start_us: int, end_us: int) -> bool:
+    """Insert a window of ``name`` with nothing in it; false where it is there already."""
+    return insert_new(
+        connection,
+        balances,
+        root=root,
+        budget=name,
+        window_us=start_us,
+        stripe=0,
+        reserved=0,
+        spent=0,
+        end_us=end_us,
+        entries=0,
+    )
+
+
+def cut(connection: Connection, root: str, name: str, period: Period) -> None:
+    """End the window of ``name`` that is open and begin one of ``period`` now.
+
+    The caller holds the budget's row and its balances. What was made ahead was drawn on by nobody.
+    """
+    mine = sa.and_(balances.c.root == root, balances.c.budget == name)
+    now = read_now(connection)
+    connection.execute(balances.delete().where(mine, balances.c.window_us >= now))
+    connection.execute(
+        balances.update()
+        .where(mine, balances.c.window_us < now, balances.c.end_us > now)
+        .values(end_us=now)
+    )
+    insert_window(connection, root, name, now, period.window(now).end_us)
+
+
+def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int:
+    """Make the windows that follow those in use which end within ``horizon_us``; return how many.
+
+    Locks the budgets' rows, shared, and passes by those that are being changed.
+    """
+    now = instant()
+    following = balances.alias("following")
+    rows = connection.execute(
+        sa.select(
+            budgets.c.name,
+            budgets.c.period,
+            budgets.c.timezone,
+            budgets.c.anchor_day,
+            balances.c.end_us,
+        )
+        .join(
+            balances,
+            sa.and_(balances.c.root == budgets.c.root, balances.c.budget == budgets.c.name),
+        )
+        .where(
+            budgets.c.root == root,
+            budgets.c.state == "open",
+            balances.c.root == root,
+            balances.c.stripe == 0,
+            balances.c.end_us > now,
+            balances.c.end_us <= now + horizon_us,
+            sa.or_(balances.c.reserved > 0, balances.c.spent > 0),
+            ~sa.exists().where(
+                following.c.root == root,
+                following.c.budget == balances.c.budget,
+                following.c.window_us >= balances.c.end_us,
+            ),
+        )
+        .limit(limit)
+        .with_for_update(of=budgets, read=True, skip_locked=True)
+    ).all()
+    made = 0
+    for row in sorted(rows, key=lambda row: str(row.name)):
+        window = period_of(row).window(row.end_us)
+        made += insert_window(connection, root, row.name, row.end_us, window.end_us)
+    return made
+
+
+#: A closed window: where it ended, and its key; what comes after it sorts later.
+Gone = tuple[int, str, int]
+
+
+def prune(
+    connection: Connection, root: str, after: Gone, age_us: int, limit: int
+) -> tuple[int, Gone | None]:
+    """Delete windows that ended more than ``age_us`` ago and that nobody drew on.
+
+    Looks at ``limit`` of them after ``after``, in the order in which they ended; returns how many
+    it deleted and how far it came, none where it came to the end. Locks what it deletes.
+    """
+    key = sa.tuple_(balances.c.end_us, balances.c.budget, balances.c.window_us)
+    rows = connection.execute(
+        sa.select(
+            balances.c.end_us,
+            balances.c.budget,
+            balances.c.window_us,
+            (balances.c.entries == 0).label("untouched"),
+        )
+        .where(
+            balances.c.root == root,
+            balances.c.end_us >= after[0],
+            balances.c.end_us <= instant() - age_us,
+            key > sa.tuple_(*map(sa.literal, after)),
+        )
+        .order_by(balances.c.end_us, balances.c.budget, balances.c.window_us)
+        .limit(limit)
+    ).all()
+    deleted = 0
+    for row in rows:
+        if row.untouched:
+            deleted += _prune_one(connection, root, row.budget, row.window_us)
+    last = (rows[-1].end_us, rows[-1].budget, rows[-1].window_us) if rows else None
+    return deleted, last
+
+
+def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> int:
+    def of_window(table: sa.Table) -> sa.ColumnElement[bool]:
+        return sa.and_(table.c.root == root, table.c.budget == name, table.c.window_us == window_us)
+
+    gone = connection.execute(
+        balances.delete()
+        .where(
+            of_window(balances),
+            balances.c.entries == 0,
+            balances.c.reserved == 0,
+            balances.c.spent == 0,
+            ~sa.exists().where(of_window(lines)),
+            ~sa.exists().where(of_window(adjustments)),
+        )
+        .returning(balances.c.stripe)
+    )
+    return len(gone.all())
+
+
+def window_now(row: Any, now: int) -> Window:
+    """Return the window that a budget's row has now, by its period alone."""
+    return period_of(row).window(now)
