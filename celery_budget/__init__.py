@@ -4,22 +4,31 @@
 ``BudgetedTask``) gives a task a budget and an estimate; ``usage.record`` tells what it used.
 """
 
-from celery_budget.core.budgets import Balance
+from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.periods import Period
+from celery_budget.core.policies import BudgetLine
 from celery_budget.errors import (
     AttemptLost,
     BudgetError,
     BudgetExceeded,
+    ClaimLost,
     ConfigurationError,
     EstimateError,
+    HoldsOpen,
     InvalidAmount,
+    InvalidBudget,
     InvalidName,
+    InvalidPeriod,
+    KeyConflict,
     NotInstalled,
     PolicyError,
     RequestConflict,
     RequestNotRun,
+    RequestRuns,
     SchemaError,
     StoreError,
     UnknownBudget,
+    UnknownRequest,
     UnsupportedPublication,
 )
 from celery_budget.integration import usage
@@ -29,21 +38,32 @@ from celery_budget.integration.task import BudgetedTask, budgeted
 __all__ = [
     "AttemptLost",
     "Balance",
+    "Budget",
     "BudgetError",
     "BudgetExceeded",
+    "BudgetLine",
     "BudgetedTask",
     "CeleryBudget",
+    "ClaimLost",
     "ConfigurationError",
     "EstimateError",
+    "HoldsOpen",
     "InvalidAmount",
+    "InvalidBudget",
     "InvalidName",
+    "InvalidPeriod",
+    "KeyConflict",
     "NotInstalled",
+    "Period",
     "PolicyError",
     "RequestConflict",
     "RequestNotRun",
+    "RequestRuns",
     "SchemaError",
+    "Share",
     "StoreError",
     "UnknownBudget",
+    "UnknownRequest",
     "UnsupportedPublication",
     "budgeted",
     "usage",

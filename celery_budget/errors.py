@@ -12,6 +12,7 @@ __all__ = [
     "AttemptLost",
     "BudgetError",
     "BudgetExceeded",
+    "ClaimLost",
     "ConfigurationError",
     "EstimateError",
     "HoldsOpen",
@@ -283,6 +284,24 @@ class AttemptLost(BudgetError):
         return (
             f"task {self.task_id} was started, its worker went away, and it may not be run again; "
             f"see 'celery -A PROJ budget explain {shlex.quote(self.task_id)}'"
+        )
+
+
+class ClaimLost(BudgetError):
+    """An attempt does not hold its request any more: another one has taken its place.
+
+    :param reservation_id: the reservation it ran under.
+    """
+
+    def __init__(self, reservation_id: str) -> None:
+        super().__init__(reservation_id)
+        self.reservation_id = reservation_id
+
+    def __str__(self) -> str:
+        return (
+            f"this attempt of reservation {self.reservation_id} lost its claim while it ran, and "
+            "its outcome will be refused: stop; see 'celery -A PROJ budget explain "
+            f"{shlex.quote(self.reservation_id)}'"
         )
 
 

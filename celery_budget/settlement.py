@@ -10,21 +10,26 @@ import uuid
 from dataclasses import dataclass, field
 
 from celery_budget.core.amounts import check_amount
+from celery_budget.core.budgets import check_unit
 from celery_budget.core.reservations import (
+    AlreadyExtended,
+    Cancelled,
     Claimed,
     Closed,
+    Extended,
     Missing,
     Outcome,
+    Refused,
     Replay,
     Running,
     StoredOutcome,
 )
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, lapses, reservations, usage
+from celery_budget.store import Store, attempts, continuations, lapses, reservations, usage
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.lapses import REPLAY_LEASES
 
-__all__ = ["Attempt", "Delivery", "claim", "renew", "revoke", "worker_lost"]
+__all__ = ["Attempt", "Delivery", "cancel", "claim", "renew", "revoke", "worker_lost"]
 
 MAX_KEY_LENGTH = 255
 
@@ -80,26 +85,43 @@ class Attempt:
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def record(self, amount: object, key: object = None) -> bool:
+    def record(self, amount: object, key: object = None, unit: object = None) -> bool:
         """Record usage; see :func:`celery_budget.usage.record`."""
-        amount = check_amount(amount, "recorded usage")
-        if key is None:
-            with self._lock:
-                self._sequence += 1
-                written = f"attempt:{self.number}:{self._sequence}"
-        elif isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH:
-            written = f"key:{key}"
-        else:
-            raise ValueError(f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters")
         return self.store.wait_out(
             self.stop,
             usage.record,
             self.root,
             self.reservation_id,
             self.number,
-            written,
-            amount,
+            self._written(key),
+            check_amount(amount, "recorded usage"),
+            None if unit is None else check_unit(unit),
         )
+
+    def extend(
+        self, amount: object, key: object = None, unit: object = None
+    ) -> Extended | AlreadyExtended | Refused | Closed:
+        """Hold more, all or nothing; see :func:`celery_budget.usage.extend`."""
+        checked = check_amount(amount, "the extension")
+        written = self._written(key)
+        return self.store.wait_out(
+            self.stop,
+            attempts.extend,
+            *self._key,
+            written,
+            checked,
+            None if unit is None else check_unit(unit),
+        )
+
+    def _written(self, key: object) -> str:
+        """Return a key as the ledger keeps it; one of its own for each call without one."""
+        if key is None:
+            with self._lock:
+                self._sequence += 1
+                return f"attempt:{self.number}:{self._sequence}"
+        if isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH:
+            return f"key:{key}"
+        raise ValueError(f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters")
 
     def end(self, outcome: Outcome) -> bool:
         """End the attempt with ``outcome``; false where its fence is gone.
@@ -163,6 +185,13 @@ def worker_lost(
         )
     store.run(attempts.close, settings.root, seen.reservation_id, seen.attempt, seen.claim_id)
     return False
+
+
+def cancel(
+    store: Store, settings: Settings, task_id: str
+) -> Cancelled | Running | Closed | Missing:
+    """End the request of a task that does not run: as :func:`continuations.cancel`, committed."""
+    return store.run(continuations.cancel, settings.root, task_id)
 
 
 def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:

@@ -50,6 +50,6 @@ class Upkeep:
         closed = tuple(
             name
             for name in self._store.read(budgets.draining, self._root, LIMIT)
-            if self._store.run(budgets.close, self._root, name, True) == "closed"
+            if self._store.run(budgets.close, self._root, name, True, True) == "closed"
         )
         return Upkept(made, pruned, closed)

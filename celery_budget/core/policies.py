@@ -4,27 +4,69 @@ from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_budget.core.amounts import check_amount
-from celery_budget.core.budgets import check_name
+from celery_budget.core.budgets import check_own_name
+from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.errors import BudgetError, EstimateError, InvalidName, PolicyError
 
-__all__ = ["BudgetPolicy", "Evaluation"]
+__all__ = ["BudgetLine", "BudgetPolicy", "Evaluation"]
 
 #: A value, or a callable that gets the task's bound arguments it names.
 ByArguments = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """A policy over one call: the budget drawn on, the estimate, and the bound arguments."""
+class BudgetLine:
+    """One of several budgets that a task draws on, each with an estimate and a charge rule.
 
-    budget: str
-    estimate: int
+    :ivar budget: the budget's name, a template over the task's arguments or a callable of them, as
+        for :func:`~celery_budget.budgeted`.
+    :ivar estimate: the amount to reserve in that budget's unit: an integer or a callable of the
+        arguments; none for the task's ``estimate=``.
+    :ivar charge: ``used``: what the task records is charged and the rest returned; ``start``: the
+        whole amount is charged when an attempt starts, and none of it comes back.
+    """
+
+    budget: str | ByArguments
+    estimate: int | ByArguments | None = None
+    charge: str = USED
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, str) and not callable(self.budget):
+            raise PolicyError(
+                f"budget= is {self.budget!r}; give a name, a template such as 'tenant:{{tenant}}', "
+                "a callable of the task's arguments, or a list of those or of BudgetLine"
+            )
+        if self.estimate is not None and not callable(self.estimate):
+            check_amount(self.estimate, "estimate=")
+        if self.charge not in CHARGES:
+            raise PolicyError(f"charge= is {self.charge!r}; give {' or '.join(map(repr, CHARGES))}")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy over one call.
+
+    :ivar lines: what it draws on; the first is its owner's.
+    :ivar arguments: the bound arguments.
+    """
+
+    lines: tuple[Line, ...]
     arguments: Mapping[str, object]
+
+    @property
+    def budget(self) -> str:
+        """The budget named first: the owner."""
+        return self.lines[0].budget
+
+    @property
+    def estimate(self) -> int:
+        """The estimate for the budget named first."""
+        return self.lines[0].amount
 
 
 @dataclass(frozen=True)
@@ -32,36 +74,61 @@ class BudgetPolicy:
     """What ``@budgeted`` was given.
 
     :ivar budget: the budget's name: a template over the task's arguments
-        (``"tenant:{tenant}"``) or a callable of them.
-    :ivar estimate: the amount to reserve: an integer or a callable of the arguments.
+        (``"tenant:{tenant}"``) or a callable of them; or a list of those and of
+        :class:`BudgetLine`.
+    :ivar estimate: the amount to reserve: an integer or a callable of the arguments; none where
+        each line has its own.
     :ivar stage: what reports group by; none for the task's name.
     :ivar version: the estimator's version, shown beside its drift.
+    :ivar lines: what it draws on, with all estimates.
+    :raises PolicyError: for a declaration that cannot work.
+    :raises InvalidAmount: for a constant estimate that is no amount.
 
     A callable gets those of the task's arguments that its parameters name, defaults included;
     one with ``**kwargs`` gets them all.
     """
 
-    budget: str | ByArguments
-    estimate: int | ByArguments
+    budget: str | ByArguments | Sequence[str | ByArguments | BudgetLine]
+    estimate: int | ByArguments | None = None
     stage: str | None = None
     version: str = "1"
+    lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.budget, str) and not callable(self.budget):
-            raise PolicyError(
-                f"budget= is {self.budget!r}; give a name, a template such as 'tenant:{{tenant}}' "
-                "or a callable of the task's arguments"
-            )
-        if not callable(self.estimate):
-            check_amount(self.estimate, "estimate=")
+        several = isinstance(self.budget, (list, tuple))
+        given = list(self.budget) if isinstance(self.budget, (list, tuple)) else [self.budget]
+        if not given:
+            raise PolicyError("budget= is an empty list; name the budgets the task draws on")
+        if not several:
+            # A number that is no amount is an error here, not a missing one.
+            self._check_estimate()
+        lines = tuple(self._line(one) for one in given)
+        object.__setattr__(self, "lines", lines)
         if (self.stage is not None and type(self.stage) is not str) or self.stage == "":
             raise PolicyError(f"stage= is {self.stage!r}; give a name or leave it out")
 
+    def _check_estimate(self) -> None:
+        if not callable(self.estimate):
+            check_amount(self.estimate, "estimate=")
+
+    def _line(self, given: Any) -> BudgetLine:
+        line = given if isinstance(given, BudgetLine) else BudgetLine(given)
+        if line.estimate is not None:
+            return line
+        if self.estimate is None:
+            raise PolicyError(
+                f"budget {line.budget!r} has no estimate; give it one of its own, or the task "
+                "estimate="
+            )
+        self._check_estimate()
+        return replace(line, estimate=self.estimate)
+
     @property
     def estimator(self) -> str:
-        """The estimator's name, kept with each estimate."""
-        if callable(self.estimate):
-            return str(getattr(self.estimate, "__qualname__", type(self.estimate).__name__))
+        """The name of the first line's estimator, kept with each estimate."""
+        estimate = self.lines[0].estimate
+        if callable(estimate):
+            return str(getattr(estimate, "__qualname__", type(estimate).__name__))
         return "constant"
 
     def check(self, task_name: str, signature: inspect.Signature) -> None:
@@ -70,21 +137,8 @@ class BudgetPolicy:
         :raises PolicyError: when a template or a callable names what the task does not take.
         """
         known = set(signature.parameters)
-        if isinstance(self.budget, str):
-            for field in _fields(task_name, self.budget):
-                if field not in known:
-                    raise PolicyError(
-                        f"budget {self.budget!r} of {task_name} names {field!r}, "
-                        f"which is not one of its arguments ({', '.join(sorted(known)) or 'none'})"
-                    )
-        for what, value in (("budget", self.budget), ("estimate", self.estimate)):
-            if callable(value):
-                missing = [name for name in _wanted(value)[0] if name not in known]
-                if missing:
-                    raise PolicyError(
-                        f"the {what} of {task_name} wants {', '.join(missing)}, "
-                        f"which {task_name} does not take"
-                    )
+        for line in self.lines:
+            _check_line(line, task_name, known)
 
     def evaluate(
         self,
@@ -93,12 +147,12 @@ class BudgetPolicy:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> Evaluation:
-        """Work out the budget and the estimate for one call.
+        """Work out the budgets and the estimates for one call.
 
-        :raises PolicyError: where the arguments do not fit the signature or the name fails.
-        :raises EstimateError: where the estimator raises.
-        :raises InvalidAmount: where the estimate is not an amount.
-        :raises InvalidName: where the name cannot be a budget's.
+        :raises PolicyError: where the arguments do not fit the signature or a name fails.
+        :raises EstimateError: where an estimator raises.
+        :raises InvalidAmount: where an estimate is not an amount.
+        :raises InvalidName: where a name cannot be a budget's.
         """
         try:
             bound = signature.bind(*args, **kwargs)
@@ -107,36 +161,64 @@ class BudgetPolicy:
         bound.apply_defaults()
         arguments = bound.arguments
         return Evaluation(
-            self._name(task_name, arguments), self._estimate(task_name, arguments), arguments
+            tuple(
+                Line(
+                    _name(line, task_name, arguments),
+                    _estimate(line, task_name, arguments),
+                    line.charge,
+                )
+                for line in self.lines
+            ),
+            arguments,
         )
 
-    def _name(self, task_name: str, arguments: Mapping[str, object]) -> str:
+
+def _check_line(line: BudgetLine, task_name: str, known: set[str]) -> None:
+    if isinstance(line.budget, str):
+        for field_name in _fields(task_name, line.budget):
+            if field_name not in known:
+                raise PolicyError(
+                    f"budget {line.budget!r} of {task_name} names {field_name!r}, "
+                    f"which is not one of its arguments ({', '.join(sorted(known)) or 'none'})"
+                )
+    for what, value in (("budget", line.budget), ("estimate", line.estimate)):
+        if callable(value):
+            missing = [name for name in _wanted(value)[0] if name not in known]
+            if missing:
+                raise PolicyError(
+                    f"the {what} of {task_name} wants {', '.join(missing)}, "
+                    f"which {task_name} does not take"
+                )
+
+
+def _name(line: BudgetLine, task_name: str, arguments: Mapping[str, object]) -> str:
+    try:
+        if isinstance(line.budget, str):
+            name: object = line.budget.format_map(arguments)
+        else:
+            name = _call(line.budget, arguments)
+    except BudgetError:
+        raise
+    except Exception as exc:
+        raise PolicyError(
+            f"the budget's name for {task_name} cannot be worked out: {exc!r}"
+        ) from exc
+    try:
+        return check_own_name(name)
+    except InvalidName as exc:
+        raise InvalidName(f"the budget of {task_name} cannot be worked out: {exc}") from exc
+
+
+def _estimate(line: BudgetLine, task_name: str, arguments: Mapping[str, object]) -> int:
+    estimate: object = line.estimate
+    if callable(line.estimate):
         try:
-            if isinstance(self.budget, str):
-                name: object = self.budget.format_map(arguments)
-            else:
-                name = _call(self.budget, arguments)
+            estimate = _call(line.estimate, arguments)
         except BudgetError:
             raise
         except Exception as exc:
-            raise PolicyError(
-                f"the budget's name for {task_name} cannot be worked out: {exc!r}"
-            ) from exc
-        try:
-            return check_name(name)
-        except InvalidName as exc:
-            raise InvalidName(f"the budget of {task_name} cannot be worked out: {exc}") from exc
-
-    def _estimate(self, task_name: str, arguments: Mapping[str, object]) -> int:
-        estimate: object = self.estimate
-        if callable(self.estimate):
-            try:
-                estimate = _call(self.estimate, arguments)
-            except BudgetError:
-                raise
-            except Exception as exc:
-                raise EstimateError(f"the estimator of {task_name} raised {exc!r}") from exc
-        return check_amount(estimate, f"the estimate for {task_name}")
+            raise EstimateError(f"the estimator of {task_name} raised {exc!r}") from exc
+    return check_amount(estimate, f"the estimate for {task_name}")
 
 
 def _fields(task_name: str, template: str) -> list[str]:

@@ -23,7 +23,6 @@ from celery_budget.core.policies import BudgetPolicy
 from celery_budget.core.reservations import (
     Admitted,
     AlreadyReserved,
-    Line,
     Parked,
     Refused,
     Reserved,
@@ -74,9 +73,7 @@ class Gate:
                 if attempt is not None and origin == "continuation":
                     return self._follow_unbudgeted(attempt, producer, name, message, options)
                 return self._send(producer, name, message, **options)
-            publication = self._publication(
-                policy, name, message, attempt, origin, options.pop("request_id", None)
-            )
+            publication = self._publication(policy, name, message, attempt, origin, options)
             return self._admit(publication, producer, name, message, options)
         except StoreError:
             raise
@@ -95,9 +92,15 @@ class Gate:
         message: Any,
         attempt: Attempt | None,
         origin: str,
-        request_id: object,
+        options: dict[str, Any],
     ) -> _Publication:
-        """Work out the request: whose budget, how much, and what it is to the running task."""
+        """Work out the request: whose budget, how much, and what it is to the running task.
+
+        Takes what is meant for it out of ``options``, which become the message's properties.
+        """
+        request_id, finishing = options.pop("request_id", None), options.pop("finishing", False)
+        if type(finishing) is not bool:
+            raise PolicyError(f"finishing= of {name} is {finishing!r}; give True or False")
         if not isinstance(message.body, tuple):
             raise UnsupportedPublication(
                 f"task {name} has a budget and cannot be sent with task_protocol 1; use 2"
@@ -126,11 +129,12 @@ class Gate:
             fingerprint=print_.digest,
             estimator=policy.estimator,
             estimator_version=policy.version,
-            lines=(Line(evaluation.budget, evaluation.estimate),),
+            lines=evaluation.lines,
             opaque=print_.opaque,
             nesting=int(headers.get("replaced_task_nesting") or 0),
             parent=attempt.reservation_id if attempt and origin == "continuation" else None,
             retries=int(headers.get("retries") or 0),
+            finishing=finishing or origin != "new",
         )
         delivered = delivered_now()
         if delivered is not None and delivered.task_id == task_id:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from celery import Celery
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import reconcile as ledger
-from celery_budget.core.budgets import Balance
-from celery_budget.errors import BudgetError
+from celery_budget import settlement
+from celery_budget.core.reservations import Closed, Missing, Running
+from celery_budget.errors import BudgetError, RequestRuns, UnknownRequest
 from celery_budget.integration.context import find_installed, install_on
 from celery_budget.integration.gate import Gate, with_request_id
-from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, migrate
+from celery_budget.integration.ledger import Ledger
+from celery_budget.integration.results import BackendResults
 
 __all__ = ["CeleryBudget"]
 
 
-class CeleryBudget:
+class CeleryBudget(Ledger):
     """The budgets of one Celery application.
 
     Before or after the application's tasks are defined and its configuration is read; the
@@ -35,76 +34,29 @@ class CeleryBudget:
             raise BudgetError(f"CeleryBudget is for a Celery application, not for {app!r}")
         if find_installed(app) is not None:
             raise BudgetError(f"{app} has its CeleryBudget already; make one for each application")
-        self.app = app
-        self._lock = threading.Lock()
-        self._store: Store | None = None
-        self._settings: Settings | None = None
+        super().__init__(app)
         install_on(app, self)
         self._install()
 
-    @property
-    def settings(self) -> Settings:
-        """The settings, read from the application's configuration at first use.
+    def cancel(self, task_id: str) -> None:
+        """End the request of a task that has not started; cancelling it again changes nothing.
 
-        :raises ConfigurationError: where one is missing or cannot work.
+        What it holds is given back, its message is dropped or, where a worker gets it all the
+        same, ignored, and ``REVOKED`` is stored as its result. One that waits for a retry is
+        settled at what it has used.
+
+        :raises UnknownRequest: where nothing is known of it.
+        :raises RequestRuns: where it runs or has run; nothing was changed.
         """
-        if self._settings is None:
-            self._settings = Settings.read(self.app.conf.get)
-        return self._settings
-
-    @property
-    def store(self) -> Store:
-        """The ledger's database; connects at first use."""
-        if self._store is None:
-            with self._lock:
-                if self._store is None:
-                    self._store = Store(self.settings.database_url, self.settings.lock_seconds)
-        return self._store
-
-    def init(self) -> str:
-        """Create the ledger's tables or bring them up to date; return their version."""
-        return self.store.run(migrate.upgrade)
-
-    def check(self) -> None:
-        """Check that the ledger can be reached and has the tables this release needs.
-
-        :raises SchemaError: where :meth:`init` is due.
-        :raises StoreError: where it cannot be reached.
-        """
-        self.store.read(migrate.check)
-
-    def set(self, name: str, *, limit: int | None, unit: str | None = None) -> None:
-        """Create the budget ``name`` or change its limit; what was reserved and spent stays.
-
-        :param limit: in ``unit``; 0 blocks everything, none is unlimited.
-        :param unit: what it counts (``"tokens"``, ``"micro-usd"``); needed for a new budget.
-        :raises InvalidName, InvalidAmount: for what cannot be a name or a limit.
-        """
-        terms = {"limit": limit, **({} if unit is None else {"unit": unit})}
-        self.store.run(budgets.set_budget, self.settings.root, name, terms)
-
-    def balance(self, name: str) -> Balance:
-        """Return ``limit``, ``reserved``, ``spent`` and ``available`` of the budget ``name``.
-
-        :raises UnknownBudget: where there is none.
-        """
-        return self.store.read(budgets.balance, self.settings.root, name)
-
-    def balances(self) -> list[Balance]:
-        """Return the balances of all budgets, by name."""
-        return self.store.read(budgets.balances_of, self.settings.root)
-
-    def report(self) -> ledger.Report:
-        """Return balances, counts, drift and whether the ledger adds up."""
-        return ledger.report(self.store, self.settings)
-
-    def reconcile(self) -> ledger.Reconciliation:
-        """Return whether the ledger adds up, and what does not."""
-        return ledger.reconcile(self.store, self.settings)
-
-    def explain(self, some_id: str) -> list[ledger.Story]:
-        """Return the life of the requests with this task id, request id or reservation id."""
-        return ledger.explain(self.store, self.settings, some_id)
+        outcome = settlement.cancel(self.store, self.settings, task_id)
+        if isinstance(outcome, Missing):
+            raise UnknownRequest(task_id)
+        if isinstance(outcome, Running):
+            raise RequestRuns(task_id, "running")
+        if isinstance(outcome, Closed):
+            raise RequestRuns(task_id, outcome.state)
+        # After the ledger: a crash in between is made good by cancelling once more.
+        BackendResults(self.app).ended(task_id, "cancelled")
 
     def _install(self) -> None:
         """Put the gate where all publications pass, and the lease step into workers.

@@ -58,7 +58,7 @@ class BackendResults:
         if isinstance(self._app.backend, RPCBackend):
             logger.warning("task %s ended: %s; rpc:// cannot store that", task_id, reason)
             return
-        if reason in ("expired", "revoked"):
+        if reason in ("cancelled", "expired", "revoked"):
             self._app.backend.mark_as_revoked(task_id, reason=reason)
         elif reason == "lost":
             self.failed(task_id, AttemptLost(task_id))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -17,12 +17,15 @@ from celery._state import (
 )
 from celery.local import PromiseProxy, Proxy
 
-from celery_budget.core.policies import BudgetPolicy
+from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.execution import execute, guarded
 
 __all__ = ["BudgetedTask", "budgeted", "policy_of", "signature_of", "upgrade_marked"]
+
+#: What names a budget: text, a template, or a callable of the task's arguments.
+Drawn = str | Callable[..., str]
 
 #: Where a function carries the policy of the task that is made of it.
 MARK = "__budget_policy__"
@@ -55,7 +58,8 @@ class BudgetedTask(Task):
         estimate = inspect.getattr_static(cls, "estimate", None)
         if "budget_policy" in cls.__dict__ or (budget is None and estimate is None):
             return
-        if budget is None or estimate is None:
+        several = isinstance(budget, (list, tuple))
+        if budget is None or (estimate is None and not several):
             missing = "budget" if budget is None else "estimate"
             raise PolicyError(f"{cls.__name__} is a budgeted task without {missing}=")
         cls.budget_policy = BudgetPolicy(
@@ -102,8 +106,8 @@ def budgeted(
     target: Any = None,
     /,
     *,
-    budget: str | Callable[..., str],
-    estimate: int | Callable[..., int],
+    budget: Drawn | Sequence[Drawn | BudgetLine],
+    estimate: int | Callable[..., int] | None = None,
     stage: str | None = None,
     estimate_version: str = "1",
     **task_options: Any,
@@ -114,7 +118,9 @@ def budgeted(
     ``@shared_task(base=BudgetedTask, …)`` and takes that decorator's options as well.
 
     :param budget: the budget's name, a template over the task's arguments
-        (``"tenant:{tenant}"``) or a callable of those it names.
+        (``"tenant:{tenant}"``) or a callable of those it names. A list of those, or of
+        :class:`~celery_budget.BudgetLine` where they differ in estimate or charge rule, draws on
+        all of them or on none; the first is the request's owner.
     :param estimate: the amount to reserve before dispatch, an integer in the budget's unit or a
         callable of the arguments it names.
     :param stage: what reports group by; the task's name unless given.

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from celery_budget.reconcile import Story
 from celery_budget.render.tables import MEANING
-from celery_budget.render.text import literal, moment, number, table_of
+from celery_budget.render.text import facts, literal, moment, number, table_of
 
 __all__ = ["stories_view"]
 
@@ -51,7 +50,7 @@ def _view(story: Story) -> RenderableType:
 def _facts(told: Row) -> RenderableType:
     """What does not change, the state, and what the request waits for."""
     task, task_id, reason = told["task_name"], told.get("task_id"), told.get("reason")
-    facts: dict[str, str | None] = {
+    known: dict[str, str | None] = {
         "task": f"{task}[{task_id}]" if task_id else task,
         "state": f"{told['state']}: {reason}" if reason else told["state"],
         "owner": told["owner"],
@@ -61,20 +60,14 @@ def _facts(told: Row) -> RenderableType:
         "stage": told.get("stage"),
     }
     if "estimator" in told:
-        facts["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
-    facts["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
+        known["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
+    known["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
     for parked in told.get("parked") or ([told] if told["state"] == "parked" else []):
-        facts["waits"] = (
+        known["waits"] = (
             f"for budget since {moment(parked['created_us'])}, "
             f"given up at {moment(parked['deadline_us'])}"
         )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    grid.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value:
-            grid.add_row(name, literal(value))
-    return grid
+    return facts(known)
 
 
 def _amounts(lines: Iterable[Row]) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Balances and reports for people."""
+"""Reports for people: counts, drift, and whether the ledger adds up."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from celery_budget.core.budgets import Balance
 from celery_budget.reconcile import Drift, Reconciliation, Report
+from celery_budget.render.budgets import balances_table
 from celery_budget.render.text import literal, number, table_of
 
 __all__ = [
     "DRIFT_HIGH",
     "DRIFT_LOW",
     "MEANING",
-    "balances_table",
     "counts_table",
     "drift_table",
     "report_view",
@@ -29,7 +28,6 @@ DRIFT_LOW = 0.5
 #: A message that is due for longer than this is waiting for a relay that does not run.
 OVERDUE_SECONDS = 10
 
-_AMOUNTS = ("limit", "reserved", "spent", "available")
 _COMPARED = ("requests", "estimated", "actual", "ratio")
 
 _BAD = "bold red"
@@ -59,31 +57,6 @@ _OPEN = {"unclosed": "attempt not closed", "due": "message due"}
 
 def _titled(title: str, body: RenderableType) -> Group:
     return Group(Text(title, "bold"), body, Text())
-
-
-def balances_table(balances: Sequence[Balance]) -> RenderableType:
-    """One row for each budget; marked where more was used than its limit allows."""
-    if not balances:
-        return Text(
-            "There are no budgets yet; create one with "
-            "'celery -A PROJ budget set NAME --limit N --unit UNIT'."
-        )
-    return table_of(
-        ["budget", "unit", *_AMOUNTS, ""], map(_balance_row, balances), numbers=_AMOUNTS
-    )
-
-
-def _balance_row(balance: Balance) -> list[Text | str]:
-    over = balance.available is not None and balance.available < 0
-    return [
-        literal(balance.budget),
-        literal(balance.unit),
-        number(balance.limit),
-        number(balance.reserved),
-        number(balance.spent),
-        Text(number(balance.available), _BAD if over else ""),
-        Text("overcommitted" if over else "", _BAD),
-    ]
 
 
 def counts_table(counts: dict[str, int]) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
 from rich import box
@@ -12,7 +12,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["UNLIMITED", "as_text", "literal", "moment", "number", "table_of"]
+__all__ = [
+    "UNLIMITED",
+    "as_text",
+    "facts",
+    "literal",
+    "moment",
+    "number",
+    "printable",
+    "table_of",
+]
 
 UNLIMITED = "unlimited"
 
@@ -37,14 +46,25 @@ def moment(microseconds: int) -> str:
 
 def literal(value: object, style: str = "") -> Text:
     """Return ``value`` as it is: no markup, and invisible characters as their escapes."""
-    return Text(
-        "".join(
-            one if one.isprintable() else one.encode("unicode_escape").decode()
-            for one in str(value)
-        ),
-        style,
-        overflow="fold",
+    return Text(printable(str(value)), style, overflow="fold")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line, with invisible characters as their escapes."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
+
+
+def facts(of: Mapping[str, str | None]) -> Table:
+    """Return one line for each fact: its name, then what it is; those without are left out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name, value in of.items():
+        if value:
+            grid.add_row(name, literal(value))
+    return grid
 
 
 def table_of(

@@ -107,8 +107,7 @@ def move(
     if not real:
         return
     if connection.dialect.name == "sqlite":
-        for one in real:
-            _move_sqlite(connection, root, one, what, reason)
+        _move_sqlite(connection, root, real, what, reason)
         return
     connection.execute(
         _MOVE,
@@ -135,39 +134,69 @@ _MOVE = sa.text(
 
 
 def _move_sqlite(
-    connection: Connection, root: str, one: Move, what: str, reason: str | None
+    connection: Connection, root: str, moves: Sequence[Move], what: str, reason: str | None
 ) -> None:
-    row = connection.execute(
-        sa.select(balances.c.reserved, balances.c.spent, balances.c.entries).where(
-            where(root, one.key)
-        )
-    ).one()
-    reserved, spent = row.reserved + one.reserved, row.spent + one.spent
-    if reserved + spent > MAX_AMOUNT:
-        raise InvalidAmount(
-            f"budget {one.key.budget!r} cannot count {reserved + spent}; a balance is at most "
-            "2^63-1"
-        )
-    connection.execute(
-        balances.update()
-        .where(where(root, one.key))
-        .values(reserved=reserved, spent=spent, entries=row.entries + 1)
-    )
-    connection.execute(
-        journal.insert().values(
-            root=root,
-            budget=one.key.budget,
-            window_us=one.key.window_us,
-            stripe=one.key.stripe,
-            entry=row.entries + 1,
-            at_us=now_us(),
-            what=what,
-            who=who(),
-            reservation_id=one.reservation_id,
-            reserved=one.reserved,
-            spent=one.spent,
-            reserved_after=reserved,
-            spent_after=spent,
-            reason=reason,
+    keys = sorted({one.key for one in moves})
+    of = sa.tuple_(balances.c.budget, balances.c.window_us, balances.c.stripe)
+    rows = connection.execute(
+        sa.select(balances).where(
+            balances.c.root == root,
+            of.in_([(key.budget, key.window_us, key.stripe) for key in keys]),
         )
     )
+    now = {
+        key_of_balance(row): (int(row.reserved), int(row.spent), int(row.entries)) for row in rows
+    }
+    entries = []
+    for one in moves:
+        reserved, spent, entry = now[one.key]
+        reserved, spent, entry = reserved + one.reserved, spent + one.spent, entry + 1
+        now[one.key] = reserved, spent, entry
+        entries.append(
+            {
+                "root": root,
+                "budget": one.key.budget,
+                "window_us": one.key.window_us,
+                "stripe": one.key.stripe,
+                "entry": entry,
+                "what": what,
+                "who": who(),
+                "reservation_id": one.reservation_id,
+                "reserved": one.reserved,
+                "spent": one.spent,
+                "reserved_after": reserved,
+                "spent_after": spent,
+                "reason": reason,
+            }
+        )
+    for key, (reserved, spent, _) in now.items():
+        if reserved + spent > MAX_AMOUNT:
+            raise InvalidAmount(
+                f"budget {key.budget!r} cannot count {reserved + spent}; a balance is at most "
+                "2^63-1"
+            )
+    connection.execute(
+        balances.update().where(
+            balances.c.root == root,
+            balances.c.budget == sa.bindparam("of_budget"),
+            balances.c.window_us == sa.bindparam("of_window"),
+            balances.c.stripe == sa.bindparam("of_stripe"),
+        ),
+        [
+            {
+                "of_budget": key.budget,
+                "of_window": key.window_us,
+                "of_stripe": key.stripe,
+                "reserved": reserved,
+                "spent": spent,
+                "entries": entry,
+            }
+            for key, (reserved, spent, entry) in now.items()
+        ],
+    )
+    connection.execute(journal.insert().values(at_us=now_us()), entries)
+
+
+def key_of_balance(row: sa.Row[Any]) -> Key:
+    """Return the key of a balance's row."""
+    return Key(row.budget, row.window_us, row.stripe)

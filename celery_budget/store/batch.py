@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import sqlalchemy as sa
@@ -32,11 +33,12 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import StoreError
 from celery_budget.store import budgets, levels, outbox
 from celery_budget.store.balances import Key, Move, lock_balances, move
-from celery_budget.store.refusals import note_refusal
+from celery_budget.store.insert import AT_ONCE
+from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.unready import Unready
 
-__all__ = ["columns_of", "not_ready", "reserve_many", "write_lines"]
+__all__ = ["columns_of", "first_unknown", "moved", "not_ready", "reserve_many", "write_lines"]
 
 Asked = tuple[ReserveRequest, WireMessage]
 #: What makes a request one and the same: root, owner, request id, nesting.
@@ -55,7 +57,8 @@ def reserve_many(
     """Admit requests of ``root`` in one transaction; what came of each, in their order.
 
     All of them or, where one does not fit, none (the others are ``Skipped``); with
-    ``best_effort`` each that fits, in their order. One that was admitted before fits.
+    ``best_effort`` each that fits, in their order. One that was admitted before fits. A request
+    that comes twice in one batch is one, be it admitted or not.
 
     Locks the new reservations' keys in order, then all balances in order: of two batches that meet
     the second waits for the first. Everything is decided behind the locks.
@@ -65,29 +68,34 @@ def reserve_many(
     :raises Unready: where a budget has to be made of its template, or a window opened, before.
     """
     found, inserted = _insert(connection, root, asked, delivered_us)
-    known = _standing(connection, root, asked)
+    known, possible = _standing(connection, root, asked) if inserted else ({}, set())
+    new = {row.reservation_id for row in inserted}
     outcomes: list[Tried] = []
     admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
+    refused: dict[RequestKey, Tried] = {}
     for one in asked:
-        request = one[0]
-        existing = found[key_of(request)]
-        outcome: Tried
-        if existing.reservation_id != request.reservation_id or existing not in inserted:
-            outcome = _repeated(request, existing)
-        else:
-            decided = _decide(request, known)
+        request, key = one[0], key_of(one[0])
+        existing = found[key]
+        outcome = _repeated(request, existing)
+        if key in refused:
+            outcome = outcome if isinstance(outcome, Conflict) else refused[key]
+        elif existing.reservation_id in new:
+            # The first of its key; what follows it in this batch finds it.
+            new.remove(existing.reservation_id)
+            decided = _decide(request, known, possible)
             if isinstance(decided, tuple):
-                outcome = Reserved(request.reservation_id)
                 admitted.append((one, decided))
                 _take(known, decided)
             else:
-                outcome = decided
+                outcome = refused[key] = decided
         outcomes.append(outcome)
-    failed = [isinstance(one, (Refused, Unknown, Conflict)) for one in outcomes]
-    if any(failed) and not best_effort:
+    if not best_effort and any(isinstance(one, (Refused, Unknown, Conflict)) for one in outcomes):
+        dropped = {request.reservation_id for (request, _), _ in admitted}
         outcomes = [
-            one if bad or isinstance(one, AlreadyReserved) else Skipped()
-            for one, bad in zip(outcomes, failed, strict=True)
+            Skipped()
+            if isinstance(one, (Reserved, AlreadyReserved)) and one.reservation_id in dropped
+            else one
+            for one in outcomes
         ]
         admitted = []
     kept = {request.reservation_id for (request, _), _ in admitted}
@@ -102,9 +110,15 @@ def reserve_many(
     _delete(connection, root, {row.reservation_id for row in inserted} - kept)
     _write(connection, root, admitted, delivered_us)
     if note:
-        for (request, _), outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome, Refused):
-                note_refusal(connection, request, outcome)
+        note_refusals(
+            connection,
+            root,
+            [
+                (request, outcome)
+                for (request, _), outcome in zip(asked, outcomes, strict=True)
+                if isinstance(outcome, Refused)
+            ],
+        )
     return outcomes
 
 
@@ -142,7 +156,7 @@ def _insert(
         reservations.c.nesting,
     )
     statement = insert(reservations).values(created_us=now_us()).on_conflict_do_nothing()
-    inserted = list(connection.execute(statement.returning(*seen), rows))
+    inserted = list(connection.execute(statement.returning(*seen), rows, execution_options=AT_ONCE))
     found = {(row.owner, row.request_id, row.nesting): row for row in inserted}
     missing = [request for key, request in sorted(first.items()) if key not in found]
     if missing:
@@ -167,23 +181,26 @@ def _insert(
     return found, inserted
 
 
-def _standing(connection: Connection, root: str, asked: Sequence[Asked]) -> dict[str, Level]:
+#: How budgets stand, and the names of those that a template could make.
+_Standing = tuple[dict[str, Level], set[str]]
+
+
+def _standing(connection: Connection, root: str, asked: Sequence[Asked]) -> _Standing:
     """Return how all budgets stand that are drawn on, their balances being locked.
 
     Read twice on PostgreSQL: to know what to lock, and again behind the locks.
     """
     names = {line.budget for request, _ in asked for line in request.lines}
+    requests = [request for request, _ in asked]
     known = levels.levels_of(connection, root, names)
     if connection.dialect.name == "sqlite":
-        return _with_templates(connection, root, names, known)
-    while True:
-        keys = _windows(known)
-        lock_balances(connection, root, [Key(*key) for key in keys.items()])
-        again = levels.levels_of(connection, root, names, keys)
-        if _windows(again) == keys:
-            return _with_templates(connection, root, names, again)
-        # The budgets were given other parents, or windows, meanwhile.
-        known = again
+        return _with_templates(connection, root, requests, known)
+    keys = _windows(known)
+    lock_balances(connection, root, [Key(*key) for key in keys.items()])
+    again = levels.levels_of(connection, root, names, keys)
+    if _windows(again) != keys:
+        raise moved(min(names))
+    return _with_templates(connection, root, requests, again)
 
 
 def _windows(known: dict[str, Level]) -> dict[str, int]:
@@ -191,25 +208,46 @@ def _windows(known: dict[str, Level]) -> dict[str, int]:
 
 
 def _with_templates(
-    connection: Connection, root: str, names: set[str], known: dict[str, Level]
-) -> dict[str, Level]:
-    """Return ``known``, unless a template stands for one of the names that is missing from it.
+    connection: Connection, root: str, requests: Sequence[ReserveRequest], known: dict[str, Level]
+) -> _Standing:
+    """Return ``known``, and the names that a template could make, where nothing has to be made now.
 
-    :raises Unready: then: the budget has to be made first.
+    Nothing is made for a request that names another budget that does not exist.
+
+    :raises Unready: where something has to be made first.
     """
-    made = [
-        name
-        for name in sorted(names - known.keys())
-        if budgets.template_for(connection, root, name) is not None
-    ]
-    if made:
-        raise not_ready(root, made)
-    return known
+    asked = [[line.budget for line in request.lines] for request in requests]
+    unseen = {name for names in asked for name in names if name not in known}
+    if not unseen:
+        return known, set()
+    possible = set(budgets.templates_for(connection, root, unseen))
+    wanted = (names for names in asked if not unseen.intersection(names) - possible)
+    missing = sorted(unseen.intersection(chain.from_iterable(wanted)))
+    if missing:
+        raise not_ready(root, missing)
+    return known, possible
+
+
+def first_unknown(connection: Connection, root: str, names: Sequence[str]) -> str | None:
+    """Return the first of ``names`` that is no budget and that no template stands for."""
+    known = budgets.declared(connection, root, names)
+    unseen = [name for name in names if name not in known]
+    made = budgets.templates_for(connection, root, unseen) if unseen else {}
+    return next((name for name in unseen if name not in made), None)
 
 
 def not_ready(root: str, names: Sequence[str]) -> Unready:
     """Return what is raised where budgets, or their windows, have to be made first."""
     return Unready(f"budget {names[0]!r}", partial(budgets.ready, root=root, names=names))
+
+
+def moved(name: str) -> Unready:
+    """Return what is raised where budgets got other parents, or windows, behind our back.
+
+    What else is to be locked may come before what is locked already: everything is given back, and
+    begins anew.
+    """
+    return Unready(f"what is above budget {name!r}", lambda connection: None)
 
 
 def _repeated(request: ReserveRequest, existing: Any) -> Tried:
@@ -222,11 +260,11 @@ def _repeated(request: ReserveRequest, existing: Any) -> Tried:
 
 
 def _decide(
-    request: ReserveRequest, known: dict[str, Level]
+    request: ReserveRequest, known: dict[str, Level], possible: set[str]
 ) -> tuple[Draw, ...] | Refused | Unknown:
     """Decide one request."""
     for line in request.lines:
-        if line.budget not in known:
+        if line.budget not in known and line.budget not in possible:
             return Unknown(line.budget)
     return decide(request.lines, known, request.finishing)
 
@@ -297,7 +335,9 @@ def write_lines(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     fixed = {"stripe": 0, "used": 0, "settled": 0, "extended": 0}
     # What comes back makes SQLAlchemy send them in one statement.
     connection.execute(
-        lines.insert().returning(lines.c.line), [{**row, **fixed} for row in rows]
+        lines.insert().returning(lines.c.line),
+        [{**row, **fixed} for row in rows],
+        execution_options=AT_ONCE,
     ).all()
 
 

@@ -23,7 +23,16 @@ from celery_budget.core.draws import OPEN, limits_in_force
 from celery_budget.errors import HoldsOpen, InvalidBudget, UnknownBudget
 from celery_budget.store import levels, windows
 from celery_budget.store.balances import binary
-from celery_budget.store.schema import balances, budgets, instant, lines, now_us, reservations
+from celery_budget.store.schema import (
+    adjustments,
+    balances,
+    budgets,
+    grants,
+    instant,
+    lines,
+    now_us,
+    reservations,
+)
 
 __all__ = [
     "apply",
@@ -36,11 +45,14 @@ __all__ = [
     "find",
     "lock_budgets",
     "lock_root",
+    "made_from",
     "make",
+    "open_budgets",
     "ready",
     "reopen",
     "set_budget",
     "template_for",
+    "templates_for",
 ]
 
 #: How many budgets may be above one another.
@@ -83,6 +95,28 @@ def _budget(row: sa.Row[Any]) -> Budget:
     )
 
 
+def open_budgets(connection: Connection, root: str, made: bool = False) -> list[Budget]:
+    """Return the budgets and templates that take new requests, by name. Locks nothing.
+
+    :param made: also those that templates made.
+    """
+    return [
+        _budget(row)
+        for row in rows_of(connection, root)
+        if row.state == OPEN and (made or row.template is None)
+    ]
+
+
+def made_from(connection: Connection, root: str) -> dict[str, int]:
+    """Return how many budgets were made from each template. Locks nothing."""
+    rows = connection.execute(
+        sa.select(budgets.c.template, sa.func.count())
+        .where(budgets.c.root == root, budgets.c.template.is_not(None))
+        .group_by(budgets.c.template)
+    )
+    return {template: int(count) for template, count in rows}
+
+
 def lock_root(connection: Connection, root: str) -> None:
     """Let nobody else change the budgets of ``root`` until the transaction ends.
 
@@ -115,7 +149,8 @@ def lock_budgets(connection: Connection, root: str, names: Iterable[str]) -> lis
             .where(
                 balances.c.root == root,
                 balances.c.budget.in_(wanted),
-                sa.or_(balances.c.end_us > instant(), balances.c.reserved > 0),
+                # An admission into a window may still go on for a while after its end.
+                sa.or_(balances.c.end_us > instant() - windows.LATE_US, balances.c.reserved > 0),
             )
             .order_by(
                 sa.collate(balances.c.budget, binary(connection)),
@@ -128,7 +163,12 @@ def lock_budgets(connection: Connection, root: str, names: Iterable[str]) -> lis
 
 
 def declare(
-    connection: Connection, root: str, budget: Budget, *, template: str | None = None
+    connection: Connection,
+    root: str,
+    budget: Budget,
+    *,
+    template: str | None = None,
+    below: tuple[str, ...] = (),
 ) -> bool:
     """Create a budget or template, or give it new terms; what was reserved and spent stays.
 
@@ -136,16 +176,18 @@ def declare(
     admitted afterwards goes by the new terms. Returns whether anything changed.
 
     :param template: the template it is made from.
+    :param below: for whose sake it is made.
     :raises InvalidBudget: for a parent that does not exist, counts something else or is below it;
-        for another unit once it was drawn on or has budgets below it.
+        for more levels than there may be; for another unit once it was drawn on or has budgets
+        below it.
     """
     before = find(connection, root, budget.name)
-    _check_parent(connection, root, budget)
+    if before == budget:
+        return False
+    _check_parent(connection, root, budget, below)
     if before is None:
         _insert(connection, root, budget, template)
         return True
-    if before == budget:
-        return False
     if before.unit != budget.unit:
         _check_unit_free(connection, root, before, budget.unit)
     connection.execute(
@@ -267,21 +309,23 @@ def _insert(connection: Connection, root: str, budget: Budget, template: str | N
         windows.insert_window(connection, root, budget.name, window.start_us, window.end_us)
 
 
-def _check_parent(connection: Connection, root: str, budget: Budget) -> None:
+def _check_parent(
+    connection: Connection, root: str, budget: Budget, below: tuple[str, ...]
+) -> None:
+    """Check what is above a budget; make those that are not there of their templates."""
     above, name, unit = budget.parent, budget.name, budget.unit
-    for _ in range(MAX_DEPTH):
-        if above is None:
-            return
+    levels_above = 0
+    while above is not None:
+        levels_above += 1
+        if levels_above > MAX_DEPTH:
+            raise InvalidBudget(f"budget {budget.name!r} has more than {MAX_DEPTH} above it")
         if above == budget.name:
             raise InvalidBudget(f"budget {budget.name!r} would be above itself, as {name!r} is")
-        row = connection.execute(
-            sa.select(budgets.c.unit, budgets.c.parent).where(
-                budgets.c.root == root, budgets.c.name == above
-            )
-        ).first()
+        row = _unit_and_parent(connection, root, above)
+        if row is None and not is_template(above):
+            make(connection, root, above, (*below, budget.name))
+            row = _unit_and_parent(connection, root, above)
         if row is None:
-            if not is_template(above) and make(connection, root, above):
-                continue
             raise _no_parent(above, name)
         if row.unit != unit:
             raise InvalidBudget(
@@ -289,19 +333,49 @@ def _check_parent(connection: Connection, root: str, budget: Budget) -> None:
                 "from the one is drawn from the other"
             )
         above, name = row.parent, above
-    raise InvalidBudget(f"budget {budget.name!r} has more than {MAX_DEPTH} budgets above it")
+    if levels_above and levels_above + _levels_below(connection, root, budget.name) > MAX_DEPTH:
+        raise InvalidBudget(
+            f"budgets below {budget.name!r} would have more than {MAX_DEPTH} above them"
+        )
+
+
+def _unit_and_parent(connection: Connection, root: str, name: str) -> Any:
+    return connection.execute(
+        sa.select(budgets.c.unit, budgets.c.parent).where(
+            budgets.c.root == root, budgets.c.name == name
+        )
+    ).first()
+
+
+def _levels_below(connection: Connection, root: str, name: str) -> int:
+    """Return how far the budgets reach that are below one, which may not exist yet."""
+    child = budgets.alias("child")
+    down = (
+        sa.select(budgets.c.name, sa.literal(1).label("depth"))
+        .where(budgets.c.root == root, budgets.c.parent == name)
+        .cte("down", recursive=True)
+    )
+    down = down.union_all(
+        sa.select(child.c.name, down.c.depth + 1).where(
+            child.c.root == root, child.c.parent == down.c.name
+        )
+    )
+    deepest = sa.select(sa.func.coalesce(sa.func.max(down.c.depth), 0))
+    return int(connection.execute(deepest).scalar_one())
 
 
 def _check_unit_free(connection: Connection, root: str, before: Budget, unit: str) -> None:
-    drawn_on = connection.execute(
-        sa.select(lines.c.line).where(lines.c.root == root, lines.c.budget == before.name).limit(1)
-    ).first()
+    def is_in(table: sa.Table) -> bool:
+        mine = sa.and_(table.c.root == root, table.c.budget == before.name)
+        return connection.execute(sa.select(table.c.root).where(mine).limit(1)).first() is not None
+
+    counted = any(map(is_in, (lines, adjustments, grants)))
     below = connection.execute(
         sa.select(budgets.c.name)
         .where(budgets.c.root == root, budgets.c.parent == before.name)
         .limit(1)
     ).scalar()
-    if drawn_on is not None or below is not None:
+    if counted or below is not None:
         why = "was drawn on" if below is None else f"is the parent of {below!r}"
         raise InvalidBudget(
             f"budget {before.name!r} counts {before.unit} and {why}; its unit cannot become {unit}"
@@ -309,7 +383,14 @@ def _check_unit_free(connection: Connection, root: str, before: Budget, unit: st
 
 
 def template_for(connection: Connection, root: str, name: str) -> tuple[str, Budget] | None:
-    """Return the template that stands for ``name``, and the budget it makes; none without one.
+    """Return the template that stands for ``name``, and the budget it makes; none without one."""
+    return templates_for(connection, root, [name]).get(name)
+
+
+def templates_for(
+    connection: Connection, root: str, names: Iterable[str]
+) -> dict[str, tuple[str, Budget]]:
+    """Return for each name that a template stands for that template, and the budget it makes.
 
     Of several it is the one with the most literal characters, then the first by name.
     """
@@ -318,27 +399,35 @@ def template_for(connection: Connection, root: str, name: str) -> tuple[str, Bud
             budgets.c.root == root, budgets.c.state == OPEN, budgets.c.name.contains("*")
         )
     )
-    found = []
-    for row in rows:
-        template = _budget(row)
-        made = template.made_for(name)
-        if made is not None:
-            literal = len(template.name) - template.name.count("*")
-            found.append((-literal, template.name, made))
-    return min(found, key=lambda one: one[:2])[1:] if found else None
+    templates = sorted(map(_budget, rows), key=_least_literal)
+    found = {}
+    for name in names:
+        made = ((one.name, one.made_for(name)) for one in templates)
+        first = next(((template, budget) for template, budget in made if budget is not None), None)
+        if first is not None:
+            found[name] = first
+    return found
 
 
-def make(connection: Connection, root: str, name: str) -> bool:
+def _least_literal(template: Budget) -> tuple[int, str]:
+    return template.name.count("*") - len(template.name), template.name
+
+
+def make(connection: Connection, root: str, name: str, below: tuple[str, ...] = ()) -> bool:
     """Make the budget ``name`` from its template, and those above it; false without a template.
 
     The caller holds :func:`lock_root`.
+
+    :param below: for whose sake it is made: templates can lead to one another without an end.
     """
     check_own_name(name)
     found = template_for(connection, root, name)
     if found is None:
         return False
+    if name in below or len(below) > MAX_DEPTH:
+        raise InvalidBudget(f"the templates of {below[0]!r} lead to no end of parents")
     template, budget = found
-    declare(connection, root, budget, template=template)
+    declare(connection, root, budget, template=template, below=below)
     return True
 
 
@@ -361,25 +450,29 @@ def ready(connection: Connection, root: str, names: Iterable[str]) -> None:
                 raise UnknownBudget(name)
         known = levels.levels_of(connection, root, wanted)
     for name in sorted(known):
-        if known[name].window_us is None:
+        # One that takes nothing new needs no window for it.
+        if known[name].window_us is None and known[name].state == OPEN:
             windows.open_window(connection, root, name)
 
 
-def close(connection: Connection, root: str, name: str, drain: bool) -> str:
+def close(
+    connection: Connection, root: str, name: str, drain: bool, only_draining: bool = False
+) -> str:
     """Close a budget: it takes nothing new, for good. Returns the state it is in then.
 
     Locks as :func:`lock_budgets`: an admission that got a balance first is counted as open, one
     that comes later finds the budget closed.
 
     :param drain: where requests that draw on it have not ended, let them end first.
+    :param only_draining: leave it alone where it was reopened meanwhile.
     :raises UnknownBudget: where there is none.
     :raises HoldsOpen: where some have not ended, and it is not to be drained.
     """
     rows = lock_budgets(connection, root, [check_name(name)])
     if not rows:
         raise UnknownBudget(name)
-    if rows[0].state == "closed":
-        return "closed"
+    if rows[0].state == "closed" or (only_draining and rows[0].state == OPEN):
+        return str(rows[0].state)
     open_holds = connection.execute(
         sa.select(sa.func.count())
         .select_from(reservations)
@@ -461,7 +554,8 @@ def balance(connection: Connection, root: str, name: str) -> Balance:
     row = connection.execute(levels.select_levels(root, {}).where(budgets.c.name == name)).first()
     if row is None:
         raise UnknownBudget(name)
-    return _balance(row, limits_in_force(known, name)[name][0], windows.read_now(connection))
+    now = 0 if row.window_us is not None else windows.read_now(connection)
+    return _balance(row, limits_in_force(known, name)[name][0], now)
 
 
 def _balance(row: sa.Row[Any], limit: int | None, now: int) -> Balance:

@@ -19,11 +19,15 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
     AlreadyReserved,
+    Cancelled,
+    Closed,
     Line,
+    Missing,
     Parked,
     Refused,
     Reserved,
     ReserveRequest,
+    Running,
 )
 from celery_budget.errors import BudgetError
 from celery_budget.store import outbox, parked
@@ -38,11 +42,23 @@ from celery_budget.store.reservations import (
     set_holds,
     write_lines,
 )
+from celery_budget.store.schema import reservations
 
 #: Why parked work ends that waited longer than it may.
 GIVEN_UP = "park_expired"
+#: Why a request ends that its caller does not want any more.
+CANCELLED = "cancelled"
 
-__all__ = ["GIVEN_UP", "again_request", "give_up", "next_attempt", "reserve_or_park", "try_parked"]
+__all__ = [
+    "CANCELLED",
+    "GIVEN_UP",
+    "again_request",
+    "cancel",
+    "give_up",
+    "next_attempt",
+    "reserve_or_park",
+    "try_parked",
+]
 
 
 def reserve_or_park(
@@ -218,6 +234,50 @@ def try_parked(
     else:
         parked.touch(connection, root, parked_id)
     return fits
+
+
+def cancel(
+    connection: Connection, root: str, task_id: str
+) -> Cancelled | Running | Closed | Missing:
+    """End a request that does not run: give back what it holds, drop its message.
+
+    Of a task that replaced itself, its last request. One that waits between attempts is settled at
+    what it used. Whoever gets the message afterwards finds it ended. A repeat finds it cancelled.
+
+    Locks the reservation, its parked row, its balances, its outbox rows; against a claim or a
+    settlement the one that locks the reservation first wins.
+    """
+    found = connection.execute(
+        sa.select(reservations.c.reservation_id)
+        .where(
+            reservations.c.root == root,
+            reservations.c.task_id == task_id,
+            reservations.c.reason.is_distinct_from(GIVEN_UP),
+        )
+        .order_by(reservations.c.nesting.desc(), reservations.c.created_us.desc())
+        .limit(1)
+    ).scalar()
+    row = None if found is None else lock(connection, root, found)
+    waits = parked.of_task(connection, root, task_id)
+    if row is not None and (row.state not in TERMINAL or waits is None):
+        if row.state == "running":
+            return Running()
+        if row.state in TERMINAL:
+            was_cancelled = row.reason == CANCELLED
+            return Cancelled(task_id) if was_cancelled else Closed(str(row.state))
+        if waits is not None:
+            parked.unpark(connection, root, waits)
+        release(connection, root, row.reservation_id, CANCELLED)
+        return Cancelled(task_id)
+    if waits is None:
+        return Missing()
+    request = parked.lock_parked(connection, root, waits, wait=True)
+    if request is None:
+        # It was admitted, or given up, meanwhile.
+        return cancel(connection, root, task_id)
+    parked.unpark(connection, root, request.parked_id)
+    note_given_up(connection, parked.request_of(request), CANCELLED)
+    return Cancelled(task_id)
 
 
 def give_up(

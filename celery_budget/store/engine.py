@@ -168,7 +168,7 @@ class Store:
             except Unready as unready:
                 prepared += 1
                 if prepared > PREPARATIONS:
-                    raise StoreError(f"{unready} is gone whenever it was made", True) from None
+                    raise StoreError(f"{unready} changes all the time; try again", True) from None
                 missing = unready
             except (StoreError, SchemaError) as error:
                 failures += 1
@@ -280,12 +280,30 @@ def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
         connection.isolation_level = None
         connection.execute(f"PRAGMA busy_timeout = {lock_ms}")
         connection.execute("PRAGMA journal_mode = WAL")
+        connection.create_aggregate("budget_sum", 1, _Sum)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         # Take the write lock first: a transaction that reads and then writes could not wait.
         read_only = connection.get_execution_options().get(_READ)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+class _Sum:
+    """SQLite's sum, which fails beyond 64 bits, for integers of any size: text where it is more."""
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+
+    def step(self, value: int | str | None) -> None:
+        """Add one; it may be such a sum itself."""
+        if value is not None:
+            self._total = (self._total or 0) + int(value)
+
+    def finalize(self) -> int | str | None:
+        """Return the sum; none of nothing."""
+        total = self._total
+        return str(total) if total is not None and total.bit_length() > 63 else total
 
 
 def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:

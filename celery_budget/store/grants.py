@@ -17,12 +17,11 @@ from celery_budget.core.periods import FOREVER_US
 from celery_budget.errors import InvalidAmount, InvalidBudget, KeyConflict, UnknownBudget
 from celery_budget.store import levels
 from celery_budget.store.balances import Key, Move, lock_balances, move
-from celery_budget.store.budgets import ready
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
 from celery_budget.store.schema import adjustments, grants, now_us
 from celery_budget.store.unready import Unready
-from celery_budget.store.windows import read_now
+from celery_budget.store.windows import open_window, read_now
 
 __all__ = ["adjust", "grant", "grants_of"]
 
@@ -35,6 +34,7 @@ def grant(
     amount: int,
     until_us: int | None,
     reason: str | None,
+    lasts_us: int | None = None,
 ) -> bool:
     """Raise the limit of ``budget`` by ``amount`` until ``until_us``; false for a repeat.
 
@@ -42,21 +42,29 @@ def grant(
     Locks nothing but its key.
 
     :param until_us: in microseconds since the epoch; none for ever.
-    :raises InvalidAmount: for what is no amount, or 0.
+    :param lasts_us: instead of that, for how long from now on; a repeat is one of the same length.
+    :raises InvalidAmount: for what is no amount, or 0, and where all that is granted would be more
+        than 2^63-1.
+    :raises InvalidName: where the reason is no text of 1 to 255 characters.
     :raises InvalidBudget: for an end that has passed.
     :raises UnknownBudget: where there is no such budget.
     :raises KeyConflict: where the key is that of another grant.
     """
     check_text(key, "a grant's key")
+    if reason is not None:
+        check_text(reason, "the reason of a grant")
     if check_amount(amount, "a grant") == 0:
         raise InvalidAmount("a grant of 0 grants nothing; give an integer from 1 to 2^63-1")
     _check_known(connection, root, budget)
+    existing, now = _row(connection, grants, root, key), read_now(connection)
+    if lasts_us is not None:
+        until_us = lasts_us + (now if existing is None else existing.created_us)
     ends = FOREVER_US if until_us is None else check_amount(until_us, "the end of a grant")
     same = {"budget": budget, "amount": amount, "until_us": ends}
-    existing = _row(connection, grants, root, key)
     if existing is None:
-        if ends <= read_now(connection):
+        if ends <= now:
             raise InvalidBudget("the end of the grant has passed already; give a later one")
+        _check_sum(connection, root, budget, amount, now)
         written = insert_new(
             connection,
             grants,
@@ -65,11 +73,13 @@ def grant(
             **same,
             reason=reason,
             who=who(),
-            created_us=now_us(),
+            created_us=now,
         )
         if written:
             return True
         existing = _row(connection, grants, root, key)
+        if existing is not None and lasts_us is not None:
+            same["until_us"] = existing.created_us + lasts_us
     _check_same(existing, same, key, "grant")
     return False
 
@@ -101,7 +111,7 @@ def adjust(
         return False
     window_us = levels.levels_of(connection, root, [budget])[budget].window_us
     if window_us is None:
-        raise Unready(f"a window of {budget!r}", partial(ready, root=root, names=[budget]))
+        raise Unready(f"a window of {budget!r}", partial(open_window, root=root, name=budget))
     written = insert_new(
         connection,
         adjustments,
@@ -137,6 +147,17 @@ def grants_of(connection: Connection, root: str, budget: str) -> list[sa.Row[Any
             .order_by(grants.c.until_us.desc(), grants.c.key)
         )
     )
+
+
+def _check_sum(connection: Connection, root: str, budget: str, amount: int, now: int) -> None:
+    """Keep what is granted within what SQLite can add up (PostgreSQL has wider sums)."""
+    in_force = (one.amount for one in grants_of(connection, root, budget) if one.until_us > now)
+    granted = sum(in_force)
+    if granted + amount > MAX_AMOUNT:
+        raise InvalidAmount(
+            f"budget {budget!r} has been granted {granted} already; {amount} more would be more "
+            "than 2^63-1"
+        )
 
 
 def _check_known(connection: Connection, root: str, budget: str) -> None:

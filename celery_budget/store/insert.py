@@ -8,7 +8,11 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-__all__ = ["insert_new"]
+__all__ = ["AT_ONCE", "insert_new"]
+
+#: For an INSERT of many rows that returns something: all of them in one statement, as far as a
+#: statement takes that many values (some 1,400 requests), whatever SQLAlchemy's own page is.
+AT_ONCE = {"insertmanyvalues_page_size": 100_000}
 
 
 def insert_new(connection: Connection, table: sa.Table, **values: Any) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "foldable",
     "of_balance",
     "reads",
+    "told",
     "who",
 ]
 
@@ -67,12 +68,25 @@ def entries(
     )
 
 
-def foldable(connection: Connection, root: str, age_us: int, limit: int) -> list[sa.Row[Any]]:
-    """Return balances that have more than one entry older than ``age_us``. Locks nothing."""
+def foldable(
+    connection: Connection,
+    root: str,
+    age_us: int,
+    limit: int,
+    after: tuple[str, int, int] | None = None,
+) -> list[sa.Row[Any]]:
+    """Return balances that have more than one entry older than ``age_us``. Locks nothing.
+
+    :param after: the last of those that are known already (budget, window, stripe).
+    """
+    where = [journal.c.root == root, journal.c.at_us < instant() - age_us]
+    if after is not None:
+        key = sa.tuple_(journal.c.budget, journal.c.window_us, journal.c.stripe)
+        where.append(key > sa.tuple_(*map(sa.literal, after)))
     return list(
         connection.execute(
             sa.select(journal.c.budget, journal.c.window_us, journal.c.stripe)
-            .where(journal.c.root == root, journal.c.at_us < instant() - age_us)
+            .where(*where)
             .group_by(journal.c.budget, journal.c.window_us, journal.c.stripe)
             .having(sa.func.count() > 1)
             .order_by(journal.c.budget, journal.c.window_us, journal.c.stripe)
@@ -108,11 +122,7 @@ def fold(
     last = connection.execute(
         sa.select(journal).where(old).order_by(journal.c.entry.desc()).limit(1)
     ).first()
-    if last is None or reads(connection, old) != (
-        last.reserved_after,
-        last.spent_after,
-        last.entry,
-    ):
+    if last is None or reads(connection, old) is None:
         # Folding would hide what reconciliation has to show.
         return 0
     gone = connection.execute(
@@ -145,27 +155,70 @@ def of_balance(root: str, budget: str, window_us: int, stripe: int) -> sa.Column
     )
 
 
-def reads(connection: Connection, some: sa.ColumnElement[bool]) -> tuple[int, int, int]:
+def told(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """Select what the entries of each balance lead to.
+
+    ``reserved`` and ``spent`` after the last one, its number in ``entries``; how many entries are
+    ``missing`` before others, and how many are ``changed``: do not follow from the one before. All
+    that is read from the last checkpoint or repair on, which stand for all before them.
+
+    :param where: the condition for the entries; of one balance all, or the first ones.
+    """
+    names = ("budget", "window_us", "stripe")
+    of_balance: dict[str, Any] = {"partition_by": [journal.c[name] for name in names]}
+    in_order: dict[str, Any] = {**of_balance, "order_by": journal.c.entry}
+
+    def before(column: Any) -> sa.ColumnElement[Any]:
+        return sa.func.coalesce(sa.func.lag(column).over(**in_order), 0)
+
+    base = sa.func.coalesce(
+        sa.func.max(sa.case((journal.c.what.in_(ABSOLUTE), journal.c.entry))).over(**of_balance), 0
+    )
+    last = sa.func.max(journal.c.entry).over(**of_balance)
+    each = (
+        sa.select(
+            *(journal.c[name] for name in names),
+            journal.c.entry,
+            journal.c.reserved_after,
+            journal.c.spent_after,
+            (journal.c.entry == last).label("is_last"),
+            (journal.c.entry > base).label("counts"),
+            (journal.c.entry - before(journal.c.entry) - 1).label("gap"),
+            # Differences of what was: a sum might leave 64 bits where an entry was changed.
+            sa.or_(
+                journal.c.reserved_after - before(journal.c.reserved_after) != journal.c.reserved,
+                journal.c.spent_after - before(journal.c.spent_after) != journal.c.spent,
+            ).label("differs"),
+        )
+        .where(*where)
+        .subquery()
+    )
+
+    def at_last(column: Any) -> sa.ColumnElement[Any]:
+        return sa.func.max(sa.case((each.c.is_last, column)))
+
+    def count(condition: Any) -> sa.ColumnElement[int]:
+        return sa.func.count(sa.case((sa.and_(each.c.counts, condition), 1)))
+
+    key = [each.c[name] for name in names]
+    return sa.select(
+        *key,
+        at_last(each.c.entry).label("entries"),
+        at_last(each.c.reserved_after).label("reserved"),
+        at_last(each.c.spent_after).label("spent"),
+        count(each.c.gap != 0).label("missing"),
+        count(sa.and_(each.c.gap == 0, each.c.differs)).label("changed"),
+    ).group_by(*key)
+
+
+def reads(connection: Connection, some: sa.ColumnElement[bool]) -> tuple[int, int, int] | None:
     """Return what entries lead to: reserved, spent, and the number of the last one.
 
-    That number is another one where an entry is missing.
+    None where they lead nowhere: there are none, one is missing, or one was changed.
 
     :param some: the condition for entries of one balance, up to any of them.
     """
-    base = connection.execute(
-        sa.select(journal)
-        .where(some, journal.c.what.in_(ABSOLUTE))
-        .order_by(journal.c.entry.desc())
-        .limit(1)
-    ).first()
-    first, reserved, spent = (
-        (0, 0, 0) if base is None else (base.entry, base.reserved_after, base.spent_after)
-    )
-    since = connection.execute(
-        sa.select(
-            sa.func.coalesce(sa.func.sum(journal.c.reserved), 0),
-            sa.func.coalesce(sa.func.sum(journal.c.spent), 0),
-            sa.func.count(),
-        ).where(some, journal.c.entry > first)
-    ).one()
-    return reserved + int(since[0]), spent + int(since[1]), first + int(since[2])
+    row = connection.execute(told(some)).first()
+    if row is None or row.missing or row.changed:
+        return None
+    return row.reserved, row.spent, row.entries

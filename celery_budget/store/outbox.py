@@ -13,7 +13,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import CLAIMABLE, ReserveRequest
-from celery_budget.store.insert import insert_new
+from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import attempts, now_us, outbox, reservations
 
 __all__ = [
@@ -146,6 +146,7 @@ def enqueue_many(
             }
             for request, message in messages
         ],
+        execution_options=AT_ONCE,
     ).all()
 
 

@@ -18,6 +18,7 @@ from celery_budget.store.schema import now_us, parked, reservations
 
 __all__ = [
     "lock_parked",
+    "of_task",
     "park",
     "parked_of",
     "request_of",
@@ -111,15 +112,19 @@ def waiting(connection: Connection, root: str, limit: int) -> list[sa.Row[Any]]:
     )
 
 
-def lock_parked(connection: Connection, root: str, parked_id: uuid.UUID) -> sa.Row[Any] | None:
+def lock_parked(
+    connection: Connection, root: str, parked_id: uuid.UUID, wait: bool = False
+) -> sa.Row[Any] | None:
     """Lock and return one parked row; none where it is gone or another sweep is at it.
 
     The caller holds the row of the reservation it belongs to, if any.
+
+    :param wait: wait for the other sweep.
     """
     return connection.execute(
         sa.select(parked)
         .where(parked.c.root == root, parked.c.parked_id == parked_id)
-        .with_for_update(skip_locked=True)
+        .with_for_update(skip_locked=not wait)
     ).first()
 
 
@@ -161,6 +166,16 @@ def parked_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> u
         sa.select(parked.c.parked_id).where(
             parked.c.root == root, parked.c.reservation_id == reservation_id
         )
+    ).scalar()
+
+
+def of_task(connection: Connection, root: str, task_id: str) -> uuid.UUID | None:
+    """Return the parked row of a task that was written last; none without one. Locks nothing."""
+    return connection.execute(
+        sa.select(parked.c.parked_id)
+        .where(parked.c.root == root, parked.c.task_id == task_id)
+        .order_by(parked.c.created_us.desc())
+        .limit(1)
     ).scalar()
 
 

@@ -7,32 +7,50 @@ A storm of refusals neither grows the table nor queues for one row.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import Refused, ReserveRequest
+from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.schema import now_us, refusals
 
-__all__ = ["SLOTS", "note_refusal", "note_turned_away"]
+__all__ = ["SLOTS", "note_refusals", "note_turned_away"]
 
 #: Rows for each budget and reason. The function ``budget_reserve`` has the same number.
 SLOTS = 16
 
 
-def note_refusal(connection: Connection, request: ReserveRequest, refused: Refused) -> None:
-    """Count a refusal; a repeat of the same call, after a lost answer, is not counted again."""
-    _note(
-        connection,
-        request.root,
-        request.reservation_id,
-        refused.budget,
-        refused.reason,
-        request.stage,
-        request.task_name,
-        refused.requested,
-        refused,
-    )
+def note_refusals(
+    connection: Connection, root: str, refused: Sequence[tuple[ReserveRequest, Refused]]
+) -> None:
+    """Count refusals, in one statement; locks the rows that count them in the order of their keys.
+
+    A repeat of the same call, after a lost answer, is not counted again.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for request, outcome in refused:
+        row = _row(
+            root,
+            request.reservation_id,
+            outcome.budget,
+            outcome.reason,
+            request.stage,
+            request.task_name,
+            outcome.requested,
+        )
+        row |= {
+            "limit_amount": outcome.limit,
+            "reserved": outcome.reserved,
+            "spent": outcome.spent,
+        }
+        key = row["budget"], row["reason"], row["slot"]
+        if key in rows:
+            row["count"] += rows[key]["count"]
+        rows[key] = row
+    _write(connection, [rows[key] for key in sorted(rows)])
 
 
 def note_turned_away(
@@ -45,11 +63,11 @@ def note_turned_away(
     requested: int,
 ) -> None:
     """Count a request that was turned away since it came without a reservation."""
-    _note(connection, root, refusal_id, budget, "unreserved", stage, task_name, requested, None)
+    row = _row(root, refusal_id, budget, "unreserved", stage, task_name, requested)
+    _write(connection, [{**row, "limit_amount": None, "reserved": None, "spent": None}])
 
 
-def _note(
-    connection: Connection,
+def _row(
     root: str,
     refusal_id: uuid.UUID,
     budget: str,
@@ -57,24 +75,25 @@ def _note(
     stage: str,
     task_name: str,
     requested: int,
-    refused: Refused | None,
-) -> None:
+) -> dict[str, Any]:
+    return {
+        "root": root,
+        "budget": budget,
+        "reason": reason,
+        "slot": refusal_id.bytes[-1] % SLOTS,
+        "count": 1,
+        "refusal_id": refusal_id,
+        "stage": stage,
+        "task_name": task_name,
+        "requested": requested,
+    }
+
+
+def _write(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+    if not rows:
+        return
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = insert(refusals).values(
-        root=root,
-        budget=budget,
-        reason=reason,
-        slot=refusal_id.bytes[-1] % SLOTS,
-        count=1,
-        refusal_id=refusal_id,
-        stage=stage,
-        task_name=task_name,
-        requested=requested,
-        limit_amount=None if refused is None else refused.limit,
-        reserved=None if refused is None else refused.reserved,
-        spent=None if refused is None else refused.spent,
-        refused_us=now_us(),
-    )
+    statement = insert(refusals).values(refused_us=now_us())
     last = {
         column.name: statement.excluded[column.name]
         for column in refusals.c
@@ -83,7 +102,9 @@ def _note(
     connection.execute(
         statement.on_conflict_do_update(
             index_elements=list(refusals.primary_key),
-            set_={**last, "count": refusals.c.count + 1},
+            set_={**last, "count": refusals.c.count + statement.excluded["count"]},
             where=refusals.c.refusal_id != statement.excluded.refusal_id,
-        )
-    )
+        ).returning(refusals.c.slot),
+        list(rows),
+        execution_options=AT_ONCE,
+    ).all()

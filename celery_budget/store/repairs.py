@@ -11,8 +11,8 @@ from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.errors import InvalidAmount
 from celery_budget.store.balances import Key, where
 from celery_budget.store.journal import REPAIR, of_balance, reads, who
-from celery_budget.store.schema import adjustments, balances, journal, lines, now_us
-from celery_budget.store.windows import insert_window
+from celery_budget.store.schema import adjustments, balances, exact_sum, journal, lines, now_us
+from celery_budget.store.windows import restore_window
 
 __all__ = ["rebuild"]
 
@@ -28,8 +28,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
     mine = where(root, key)
     row = connection.execute(sa.select(balances).where(mine).with_for_update()).first()
     if row is None:
-        # How long the window was is not known any more; it is closed.
-        insert_window(connection, root, key.budget, key.window_us, key.window_us)
+        restore_window(connection, root, key.budget, key.window_us)
         row = connection.execute(sa.select(balances).where(mine).with_for_update()).one()
     reserved, settled = _sums(connection, lines, root, key, lines.c.reserved, lines.c.settled)
     (adjusted,) = _sums(connection, adjustments, root, key, adjustments.c.amount)
@@ -72,7 +71,7 @@ def _sums(
     connection: Connection, table: sa.Table, root: str, key: Key, *columns: Any
 ) -> tuple[int, ...]:
     found = connection.execute(
-        sa.select(*(sa.func.coalesce(sa.func.sum(column), 0) for column in columns)).where(
+        sa.select(*(sa.func.coalesce(exact_sum(column), 0) for column in columns)).where(
             table.c.root == root,
             table.c.budget == key.budget,
             table.c.window_us == key.window_us,

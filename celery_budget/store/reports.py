@@ -9,12 +9,13 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import USED
+from celery_budget.store import journal as journals
 from celery_budget.store.continuations import GIVEN_UP
-from celery_budget.store.journal import ABSOLUTE
 from celery_budget.store.schema import (
     adjustments,
     attempts,
     balances,
+    exact_sum,
     journal,
     lines,
     now_us,
@@ -44,8 +45,7 @@ Rows = list[sa.Row[Any]]
 
 
 def _sum(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-    # PostgreSQL sums bigint as numeric; SQLite as integer. Python's int holds either.
-    return sa.func.coalesce(sa.func.sum(column), 0)
+    return sa.func.coalesce(exact_sum(column), 0)
 
 
 def counts(connection: Connection, root: str) -> dict[str, int]:
@@ -194,50 +194,22 @@ def _balance_key(row: sa.Row[Any]) -> tuple[str, int, int]:
 
 
 def mismatched_journals(connection: Connection, root: str) -> Rows:
-    """Return balances that their journal does not lead to, or whose journal lacks an entry.
+    """Return balances that their journal does not lead to.
 
-    A journal is read from its last checkpoint or repair on, which stand for all before them.
+    ``missing`` where an entry is not there, ``changed`` where one does not follow from the one
+    before; those of entries that have no balance come with amounts of none.
     """
-    key = (journal.c.budget, journal.c.window_us, journal.c.stripe)
-    base = (
-        sa.select(*key, sa.func.max(journal.c.entry).label("entry"))
-        .where(journal.c.root == root, journal.c.what.in_(ABSOLUTE))
-        .group_by(*key)
-        .subquery()
-    )
-
-    def since(delta: Any, after: Any) -> sa.ColumnElement[Any]:
-        return _sum(
-            sa.case(
-                (base.c.entry.is_(None), delta),
-                (journal.c.entry > base.c.entry, delta),
-                (journal.c.entry == base.c.entry, after),
-                else_=0,
-            )
-        )
-
-    told = (
-        sa.select(
-            *key,
-            since(journal.c.reserved, journal.c.reserved_after).label("reserved"),
-            since(journal.c.spent, journal.c.spent_after).label("spent"),
-            since(sa.literal(1), base.c.entry).label("last"),
-            sa.func.max(journal.c.entry).label("entries"),
-        )
-        .outerjoin(base, _same_balance(base.c, journal.c))
-        .where(journal.c.root == root)
-        .group_by(*key)
-        .subquery()
-    )
-    mine = sa.select(balances).where(balances.c.root == root).subquery()
+    told = journals.told(journal.c.root == root).subquery("told")
+    mine = sa.select(balances).where(balances.c.root == root).subquery("mine")
 
     def number(column: Any) -> sa.ColumnElement[Any]:
         return sa.func.coalesce(column, 0)
 
-    complete = sa.and_(
-        number(told.c.entries) == number(mine.c.entries),
-        number(told.c.last) == number(told.c.entries),
+    missing = sa.or_(
+        number(told.c.missing) > 0,
+        sa.and_(mine.c.entries.is_not(None), number(told.c.entries) != mine.c.entries),
     )
+    changed = number(told.c.changed) > 0
     joined = mine.join(told, _same_balance(mine.c, told.c), full=True)
     return sorted(
         connection.execute(
@@ -250,14 +222,17 @@ def mismatched_journals(connection: Connection, root: str) -> Rows:
                 mine.c.spent,
                 number(told.c.reserved).label("journal_reserved"),
                 number(told.c.spent).label("journal_spent"),
-                complete.label("complete"),
+                missing.label("missing"),
+                changed.label("changed"),
             )
             .select_from(joined)
             .where(
                 sa.or_(
-                    ~complete,
-                    number(mine.c.reserved) != number(told.c.reserved),
-                    number(mine.c.spent) != number(told.c.spent),
+                    mine.c.entries.is_(None),
+                    missing,
+                    changed,
+                    mine.c.reserved != number(told.c.reserved),
+                    mine.c.spent != number(told.c.spent),
                 )
             )
         ),

@@ -24,7 +24,14 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import RequestConflict, UnknownBudget
 from celery_budget.store import levels
-from celery_budget.store.batch import columns_of, not_ready, reserve_many, write_lines
+from celery_budget.store.batch import (
+    columns_of,
+    first_unknown,
+    moved,
+    not_ready,
+    reserve_many,
+    write_lines,
+)
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
 from celery_budget.store.schema import now_us, reservations
@@ -97,12 +104,13 @@ def _reserve_postgresql(
 ) -> Tried:
     columns = columns_of(request)
     del columns["charges_start"]
+    names = [line.budget for line in request.lines]
     row = connection.execute(
         _RESERVE,
         {
             **columns,
             "finishing": request.finishing,
-            "budgets": [line.budget for line in request.lines],
+            "budgets": names,
             "amounts": [line.amount for line in request.lines],
             "charges": [line.charge for line in request.lines],
             "outbox_id": new_id(),
@@ -118,8 +126,14 @@ def _reserve_postgresql(
             "lock_ms": str(lock_ms),
         },
     ).one()
+    if row.outcome == "unknown":
+        unknown = first_unknown(connection, request.root, names)
+        if unknown is not None:
+            return Unknown(unknown)
     if row.outcome in ("unknown", "window"):
-        raise not_ready(request.root, [line.budget for line in request.lines])
+        raise not_ready(request.root, names)
+    if row.outcome == "moved":
+        raise moved(names[0])
     if row.outcome == "mixed":
         raise mixed(row.budget)
     if row.reservation_id is None:

@@ -38,6 +38,7 @@ __all__ = [
     "attempts",
     "balances",
     "budgets",
+    "exact_sum",
     "extensions",
     "grants",
     "instant",
@@ -74,6 +75,24 @@ def _now_us_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
         "(CAST(strftime('%s', 'now') AS INTEGER) * 1000000"
         " + CAST(substr(strftime('%f', 'now'), 4) AS INTEGER) * 1000)"
     )
+
+
+class exact_sum(FunctionElement[Any]):  # noqa: N801 - reads as the SQL function it stands for
+    """A sum of integers that may pass 64 bits; what comes back is what ``int()`` takes."""
+
+    inherit_cache = True
+
+
+@compiles(exact_sum, "postgresql")
+def _exact_sum_postgresql(element: Any, compiler: Any, **kw: Any) -> str:
+    # Of bigint it is numeric.
+    return f"sum({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(exact_sum, "sqlite")
+def _exact_sum_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
+    # SQLite's own fails beyond 64 bits; this one is the engine's.
+    return f"budget_sum({compiler.process(element.clauses, **kw)})"
 
 
 def instant() -> Any:
@@ -403,12 +422,15 @@ extensions = Table(
     metadata,
     Column("root", String(255)),
     Column("reservation_id", Uuid),
+    # An extension ends with its attempt: the next one that asks for it by the same key gets it.
+    Column("attempt", Integer),
     Column("key", String(300)),
-    Column("attempt", Integer, nullable=False),
-    Column("unit", String(255), nullable=False),
+    Column("unit", String(255)),
     Column("amount", BigInteger, nullable=False),
     Column("extended_us", BigInteger, nullable=False),
-    PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_extensions"),
+    PrimaryKeyConstraint(
+        "root", "reservation_id", "attempt", "key", "unit", name="pk_budget_extensions"
+    ),
     CheckConstraint("amount >= 0", name="amount"),
 )
 

@@ -174,7 +174,7 @@ def extend(
     The caller holds the reservation's row and has seen that the attempt has the claim. Locks the
     balances in order. The hard stops count, as for all work that goes on.
 
-    :param key: makes a repeat of the same call change nothing.
+    :param key: makes a repeat of the same call by the same attempt change nothing.
     :raises PolicyError: as :func:`record`.
     """
     of = lines_of(connection, root, reservation_id)
@@ -205,7 +205,9 @@ def extend(
             extensions.delete().where(
                 extensions.c.root == root,
                 extensions.c.reservation_id == reservation_id,
+                extensions.c.attempt == attempt,
                 extensions.c.key == key,
+                extensions.c.unit == unit,
             )
         )
         return refused

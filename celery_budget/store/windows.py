@@ -16,7 +16,21 @@ from celery_budget.core.periods import Period, Window
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import adjustments, balances, budgets, instant, lines, now_us
 
-__all__ = ["Gone", "ahead", "cut", "insert_window", "open_window", "period_of", "prune", "read_now"]
+__all__ = [
+    "Gone",
+    "ahead",
+    "cut",
+    "insert_window",
+    "open_window",
+    "period_of",
+    "prune",
+    "read_now",
+    "restore_window",
+]
+
+
+#: How long after a window's end an admission may still go on that began in it.
+LATE_US = 3_600_000_000
 
 
 def read_now(connection: Connection) -> int:
@@ -82,30 +96,70 @@ def insert_window(connection: Connection, root: str, name: str, start_us: int, e
     )
 
 
+def restore_window(connection: Connection, root: str, name: str, start_us: int) -> None:
+    """Insert a window of ``name`` anew whose row was lost, with nothing in it.
+
+    It ends where its period does, or the next one begins. Locks the budget's row, shared.
+    """
+    row = connection.execute(
+        sa.select(budgets)
+        .where(budgets.c.root == root, budgets.c.name == name)
+        .with_for_update(read=True)
+    ).first()
+    following = connection.execute(
+        sa.select(sa.func.min(balances.c.window_us)).where(
+            balances.c.root == root, balances.c.budget == name, balances.c.window_us > start_us
+        )
+    ).scalar()
+    end_us = start_us if row is None else period_of(row).window(start_us).end_us
+    insert_window(connection, root, name, start_us, min(end_us, following or end_us))
+
+
 def cut(connection: Connection, root: str, name: str, period: Period) -> None:
     """End the window of ``name`` that is open and begin one of ``period`` now.
 
-    The caller holds the budget's row and its balances. What was made ahead was drawn on by nobody.
+    The caller holds the budget's row and its balances. What was made ahead and drawn on by nobody
+    goes. One that was drawn on stays, even where it has only just begun by a clock that has not
+    moved since, or was set back: the new one begins right after it did.
     """
     mine = sa.and_(balances.c.root == root, balances.c.budget == name)
     now = read_now(connection)
-    connection.execute(balances.delete().where(mine, balances.c.window_us >= now))
+    later = sa.select(balances.c.window_us).where(mine, balances.c.window_us >= now)
+    for window_us in connection.execute(later).scalars().all():
+        _prune_one(connection, root, name, window_us)
+    last = connection.execute(sa.select(sa.func.max(balances.c.window_us)).where(mine)).scalar()
+    begin = now if last is None else max(now, last + 1)
     connection.execute(
-        balances.update()
-        .where(mine, balances.c.window_us < now, balances.c.end_us > now)
-        .values(end_us=now)
+        balances.update().where(mine, balances.c.end_us > begin).values(end_us=begin)
     )
-    insert_window(connection, root, name, now, period.window(now).end_us)
+    insert_window(connection, root, name, begin, period.window(begin).end_us)
 
 
 def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int:
     """Make the windows that follow those in use which end within ``horizon_us``; return how many.
 
-    Locks the budgets' rows, shared, and passes by those that are being changed.
+    Locks the budgets' rows, shared, and passes by those that are being changed. Looks again behind
+    the locks: one may have been given another period after the first look.
     """
+    ending = _ending(root, horizon_us)
+    found = connection.execute(
+        ending.limit(limit).with_for_update(of=budgets, read=True, skip_locked=True)
+    ).all()
+    if not found:
+        return 0
+    made = 0
+    locked = ending.where(budgets.c.name.in_([row.name for row in found]))
+    for row in sorted(connection.execute(locked), key=lambda row: str(row.name)):
+        window = period_of(row).window(row.end_us)
+        made += insert_window(connection, root, row.name, row.end_us, window.end_us)
+    return made
+
+
+def _ending(root: str, horizon_us: int) -> sa.Select[Any]:
+    """Select budgets and the ends of their windows in use that end soon, none following."""
     now = instant()
     following = balances.alias("following")
-    rows = connection.execute(
+    return (
         sa.select(
             budgets.c.name,
             budgets.c.period,
@@ -131,14 +185,7 @@ def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int
                 following.c.window_us >= balances.c.end_us,
             ),
         )
-        .limit(limit)
-        .with_for_update(of=budgets, read=True, skip_locked=True)
-    ).all()
-    made = 0
-    for row in sorted(rows, key=lambda row: str(row.name)):
-        window = period_of(row).window(row.end_us)
-        made += insert_window(connection, root, row.name, row.end_us, window.end_us)
-    return made
+    )
 
 
 #: A closed window: where it ended, and its key; what comes after it sorts later.

@@ -11,7 +11,7 @@ from typing import Any
 from celery import Task, current_app, group, shared_task
 from celery.exceptions import Ignore, Reject
 
-from celery_budget import BudgetedTask, BudgetExceeded, budgeted, usage
+from celery_budget import BudgetedTask, BudgetExceeded, BudgetLine, budgeted, usage
 
 TENANT = "tenant:{tenant}"
 
@@ -52,6 +52,33 @@ def priced(value: Any, tenant: str) -> Any:
 def keys(tenant: str, records: list[tuple[int, str | None]]) -> list[bool]:
     """Record each amount under its key."""
     return [usage.record(amount, key=key) for amount, key in records]
+
+
+@budgeted(
+    budget=[
+        TENANT,
+        BudgetLine("usd:{tenant}", estimate=lambda tokens: tokens * 3),
+        BudgetLine("calls:{tenant}", estimate=1, charge="start"),
+    ],
+    estimate=6,
+)
+@shared_task(name="steps.metered", bind=True, max_retries=3)
+def metered(
+    self: Any, tenant: str, tokens: int, failures: int = 0, more: int = 0
+) -> list[bool | str]:
+    """Draw on three budgets; record tokens and money under one key, once in each attempt."""
+    key = f"reply-{self.request.retries}"
+    done: list[bool | str] = []
+    if more:
+        try:
+            done += [usage.extend(more, key="more"), usage.extend(more, key="more")]
+        except BudgetExceeded as refused:
+            done.append(refused.reason)
+    done += [usage.record(tokens, key), usage.record(tokens * 2, key, unit="micro-usd")]
+    done += [usage.record(tokens * 2, key, unit="micro-usd")]
+    if self.request.retries < failures:
+        raise self.retry(countdown=0)
+    return done
 
 
 @budgeted(budget=TENANT, estimate=6)

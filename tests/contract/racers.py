@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from celery_budget import settlement
-from celery_budget.core.reservations import Outcome, Reserved
+from celery_budget.core.reservations import Outcome, Refused, Reserved
 from celery_budget.settings import Settings
 from celery_budget.store import Store
 from tests.contract.support import RETURNED, Ledger
@@ -141,3 +141,10 @@ def _live(ledger: Ledger, chance: random.Random, requests: int) -> int:
             assert attempt.end(RETURNED if what == "settle" else Outcome("raised"))
             assert attempt.close()
     return admitted
+
+
+def refuse_often(number: int, barrier: Barrier, settings: Settings, times: int) -> int:
+    """Ask for more than there is; how often that was refused."""
+    ledger = Ledger(Store(settings.database_url), settings)
+    barrier.wait(WAIT_SECONDS)
+    return sum(isinstance(ledger.admit(ledger.request(101)), Refused) for _ in range(times))

@@ -9,14 +9,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from celery_budget import admission, recovery, relay, settlement
-from celery_budget.core.budgets import Limit
+from celery_budget import admission, recovery, relay, settlement, upkeep
+from celery_budget.core.budgets import Balance, Limit
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
+from celery_budget.core.periods import FOREVER_US
 from celery_budget.core.reservations import Admitted, Line, Outcome, Reserved, ReserveRequest
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
-from celery_budget.store import Store, budgets, schema
+from celery_budget.store import Store, budgets, grants, schema, windows
 
 BOOT = uuid.UUID(int=7)
 
@@ -184,6 +185,55 @@ class Ledger:
         """What is reserved and what is spent of a budget."""
         found = self.store.run(budgets.balance, self.root, name)
         return found.reserved, found.spent
+
+    def balances(self, *names: str) -> list[tuple[int, int]]:
+        """What is reserved and what is spent of each of several budgets."""
+        return [self.balance(name) for name in names]
+
+    def standing(self, name: str = "b") -> Balance:
+        """The whole balance of a budget."""
+        return self.store.run(budgets.balance, self.root, name)
+
+    def close(self, name: str = "b", drain: bool = False) -> str:
+        return self.store.run(budgets.close, self.root, name, drain)
+
+    def reopen(self, name: str = "b") -> bool:
+        return self.store.run(budgets.reopen, self.root, name)
+
+    def grant(
+        self,
+        key: str,
+        amount: int,
+        name: str = "b",
+        until_us: int | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        return self.store.run(grants.grant, self.root, key, name, amount, until_us, reason)
+
+    def adjust(self, key: str, amount: int, name: str = "b", reason: str = "invoice") -> bool:
+        return self.store.run(grants.adjust, self.root, key, name, amount, reason)
+
+    def upkeep(self) -> upkeep.Upkept:
+        """One pass of the sweep's steps for budgets."""
+        return upkeep.Upkeep(self.store, self.settings).run_once()
+
+    def now(self) -> int:
+        """The database's clock."""
+        return self.store.run(windows.read_now)
+
+    def windows(self, name: str = "b") -> list[tuple[int, int]]:
+        """When each window of a budget begins and ends, in order."""
+        return [(row.window_us, row.end_us) for row in self.rows("balances", budget=name)]
+
+    def age(self, name: str = "b", by_us: int = 3_600_000_000) -> None:
+        """Let all windows of a budget have been that much earlier, with what belongs to them."""
+        for start_us, end_us in self.windows(name):
+            where = {"budget": name, "window_us": start_us}
+            if end_us != FOREVER_US:
+                self.put("balances", {"end_us": end_us - by_us}, **where)
+            for table in ("lines", "journal", "adjustments", "balances"):
+                if self.rows(table, **where):
+                    self.put(table, {"window_us": start_us - by_us}, **where)
 
     def refused(self) -> int:
         """How many refusals were counted."""

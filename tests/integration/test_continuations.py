@@ -239,7 +239,18 @@ def test_a_task_whose_result_is_ignored(tenant: Tenant) -> None:
 def test_a_refusal_inside_a_body_is_raised_there(tenant: Tenant) -> None:
     tenant.set(10)
     result = tenant.task("spawn").delay(tenant.name, 5)
-    assert result.get(timeout=WAIT) == ["refused", tenant.budget, "tokens", 5, 4, 10, 6, 0]
+    assert result.get(timeout=WAIT) == [
+        "refused",
+        tenant.budget,
+        "tokens",
+        5,
+        4,
+        10,
+        6,
+        0,
+        "held",
+        10,
+    ]
     tenant.spent(1)
 
 
@@ -248,7 +259,7 @@ def test_a_refusal_that_a_body_lets_pass_is_its_failure(tenant: Tenant) -> None:
     result = tenant.task("propagate").delay(tenant.name, 5)
     with pytest.raises(BudgetExceeded) as caught:
         result.get(timeout=WAIT)
-    assert caught.value.args == (tenant.budget, "tokens", 5, 4, 10, 6, 0)
+    assert caught.value.args == (tenant.budget, "tokens", 5, 4, 10, 6, 0, "held", 10)
     assert (caught.value.requested, caught.value.available) == (5, 4)
     tenant.spent(1)
 

@@ -21,7 +21,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ROW = re.compile(r"^\| `(budget_\w+)` \| (.+?) \| (.+) \|$", re.MULTILINE)
 NAME = re.compile(r"\bbudget_[a-z_]+\b")
 #: Stored functions of the first migration.
-FUNCTIONS = {"budget_decide", "budget_move", "budget_reserve"}
+FUNCTIONS = {"budget_decide", "budget_limit", "budget_move", "budget_reserve"}
 
 
 def read(name: str) -> str:

@@ -21,6 +21,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         ["'tenant:acme'", "held by requests", "may fill 90", "7 of 100 tokens", "60 reserved",
          "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
+    "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),

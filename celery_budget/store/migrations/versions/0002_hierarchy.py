@@ -26,19 +26,21 @@ def upgrade() -> None:
     _add("budget_lines", sa.Column("unit", sa.String(255), server_default=""))
     _add("budget_lines", sa.Column("extended", sa.BigInteger, server_default="0"))
     op.execute(
-        "UPDATE budget_lines SET unit = (SELECT b.unit FROM budget_budgets b"
-        " WHERE b.root = budget_lines.root AND b.name = budget_lines.budget)"
+        "UPDATE budget_lines SET unit = coalesce((SELECT b.unit FROM budget_budgets b"
+        " WHERE b.root = budget_lines.root AND b.name = budget_lines.budget), '')"
     )
     op.create_table(
         "budget_extensions",
         sa.Column("root", sa.String(255)),
         sa.Column("reservation_id", sa.Uuid),
+        sa.Column("attempt", sa.Integer),
         sa.Column("key", sa.String(300)),
-        sa.Column("attempt", sa.Integer, nullable=False),
-        sa.Column("unit", sa.String(255), nullable=False),
+        sa.Column("unit", sa.String(255)),
         sa.Column("amount", sa.BigInteger, nullable=False),
         sa.Column("extended_us", sa.BigInteger, nullable=False),
-        sa.PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_extensions"),
+        sa.PrimaryKeyConstraint(
+            "root", "reservation_id", "attempt", "key", "unit", name="pk_budget_extensions"
+        ),
         sa.CheckConstraint("amount >= 0", name=op.f("ck_budget_extensions_amount")),
     )
     _rebuild_usage()
@@ -46,7 +48,7 @@ def upgrade() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         op.execute("DROP FUNCTION budget_short")
-        _run("move_2.sql", "decide_2.sql", "reserve_2.sql")
+        _run("move_2.sql", "limit_2.sql", "decide_2.sql", "reserve_2.sql")
 
 
 def _add(table: str, column: sa.Column[Any]) -> None:
@@ -228,7 +230,7 @@ def downgrade() -> None:
     """Go back to the first release. What it does not know is lost, refusals and the journal too."""
     postgresql = op.get_bind().dialect.name == "postgresql"
     if postgresql:
-        for function in ("budget_reserve", "budget_decide", "budget_move"):
+        for function in ("budget_reserve", "budget_decide", "budget_limit", "budget_move"):
             op.execute(f"DROP FUNCTION {function}")
     for table in ("journal", "grants", "adjustments", "extensions", "refusals"):
         op.drop_table(f"budget_{table}")

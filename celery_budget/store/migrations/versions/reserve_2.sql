@@ -76,12 +76,17 @@ BEGIN
               AND v_look.d_windows = v_locked.d_windows;
         DELETE FROM budget_reservations r
          WHERE r.root = p_root AND r.reservation_id = p_reservation;
-        EXIT WHEN v_look.verdict IS NOT NULL;
-        -- The budgets were given other parents meanwhile.
+        IF v_look.verdict IS NULL THEN
+            -- The budgets were given other parents meanwhile. What else is to be locked may come
+            -- before what is locked already: the caller gives all of it back and calls again.
+            v_look.verdict := 'moved';
+            v_look.budget := p_budgets[1];
+        END IF;
+        EXIT;
     END LOOP;
 
     IF v_look.verdict IS NOT NULL THEN
-        IF p_note AND v_look.verdict NOT IN ('unknown', 'window', 'mixed') THEN
+        IF p_note AND v_look.verdict NOT IN ('unknown', 'window', 'mixed', 'moved') THEN
             INSERT INTO budget_refusals AS f (
                 root, budget, reason, slot, count, refusal_id, stage, task_name, requested,
                 limit_amount, reserved, spent, refused_us)

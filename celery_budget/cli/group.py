@@ -1,0 +1,89 @@
+"""The command ``budget`` itself, and what every subcommand needs: the ledger, a way to print."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+import click
+from celery import Celery
+from celery.bin.base import CeleryOption, handle_preload_options
+from click_didyoumean import DYMGroup
+from rich.console import RenderableType
+
+from celery_budget.errors import BudgetError, NotInstalled
+from celery_budget.integration.context import find_installed
+from celery_budget.integration.install import CeleryBudget
+from celery_budget.render.documents import json_document
+from celery_budget.render.text import as_text, printable
+
+__all__ = ["budget", "installed_of", "json_option", "show"]
+
+
+class BudgetGroup(DYMGroup):
+    """The one place where this package's errors become a line and exit status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except BudgetError as error:
+            raise click.ClickException(printable(str(error))) from error
+
+
+@click.group(cls=BudgetGroup)
+@click.pass_context
+@handle_preload_options
+def budget(ctx: click.Context) -> None:
+    """Budgets, enforced before dispatch.
+
+    \b
+    Examples:
+      celery -A proj budget init
+      celery -A proj budget set acme --limit 1_000_000 --unit tokens
+      celery -A proj budget relay
+      celery -A proj budget report --json
+    """
+
+
+json_option = click.option(
+    "--json",
+    "as_json",
+    cls=CeleryOption,
+    is_flag=True,
+    help="Print one JSON document, with exact integers.",
+)
+
+
+def installed_of(ctx: click.Context) -> CeleryBudget:
+    """Return the application's CeleryBudget, also where a module with its tasks makes it.
+
+    :raises NotInstalled: where there is none.
+    """
+    app: Celery = ctx.obj.app
+    found = find_installed(app)
+    if found is None:
+        app.loader.import_default_modules()
+        found = find_installed(app)
+    if found is None:
+        raise NotInstalled(
+            f"the application {app.main or 'default'!r} has no CeleryBudget; add "
+            "'budget = CeleryBudget(app)' where it is made, and name it by 'celery -A PROJ budget'"
+        )
+    return found
+
+
+def show(ctx: click.Context, what: dict[str, Any] | RenderableType) -> None:
+    """Print a JSON document or, to the terminal's width where there is one, a view."""
+    if isinstance(what, dict):
+        text = json_document(what)
+    else:
+        terminal = sys.stdout.isatty()
+        text = as_text(
+            what,
+            width=shutil.get_terminal_size().columns if terminal else None,
+            colour=terminal and not ctx.obj.no_color,
+            encoding=sys.stdout.encoding or "utf-8",
+        )
+    click.echo(text, nl=False)

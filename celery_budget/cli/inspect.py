@@ -1,0 +1,198 @@
+"""Commands that show what is in the ledger: list, show, journal, report, reconcile, explain."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import click
+from celery.bin.base import CeleryCommand, CeleryOption
+from rich.console import Group
+from rich.text import Text
+
+from celery_budget.cli.declare import show_standing
+from celery_budget.cli.group import budget, installed_of, json_option
+from celery_budget.cli.group import show as print_out
+from celery_budget.cli.progress import Progress
+from celery_budget.cli.values import DURATION
+from celery_budget.reconcile import balance_as_dict
+from celery_budget.render.budgets import budgets_view, journal_table
+from celery_budget.render.stories import stories_view
+from celery_budget.render.tables import report_view, verdict
+from celery_budget.render.text import literal, number
+
+__all__ = ["explain", "journal", "list_", "reconcile", "report", "show"]
+
+
+@budget.command("list", cls=CeleryCommand)
+@json_option
+@click.pass_context
+def list_(ctx: click.Context, as_json: bool) -> None:
+    """List all budgets with their balances, each beneath its parent; then templates.
+
+    \b
+    Examples:
+      celery -A proj budget list
+      celery -A proj budget list --json
+    """
+    installed = installed_of(ctx)
+    balances, templates = installed.balances(), installed.templates()
+    if as_json:
+        document = {
+            "budgets": [balance_as_dict(balance) for balance in balances],
+            "templates": [template.as_dict() for template in templates],
+        }
+        print_out(ctx, document)
+    else:
+        print_out(ctx, budgets_view(balances, templates))
+
+
+@budget.command(cls=CeleryCommand)
+@click.argument("name")
+@json_option
+@click.pass_context
+def show(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Show one budget or template: terms, balance, all above it, grants.
+
+    \b
+    Examples:
+      celery -A proj budget show acme
+      celery -A proj budget show acme --json
+    """
+    show_standing(ctx, installed_of(ctx), name, as_json)
+
+
+@budget.command(cls=CeleryCommand)
+@click.argument("name", required=False)
+@click.option(
+    "--limit",
+    cls=CeleryOption,
+    type=click.IntRange(1),
+    help="How many entries, the newest first; by default 100.",
+)
+@click.option(
+    "--fold-before",
+    cls=CeleryOption,
+    type=DURATION,
+    help="Fold what is older into a checkpoint for each balance, of all budgets: 90d, 12h.",
+)
+@json_option
+@click.pass_context
+def journal(
+    ctx: click.Context,
+    name: str | None,
+    limit: int | None,
+    fold_before: timedelta | None,
+    as_json: bool,
+) -> None:
+    """Show every change of a budget's balances, or fold old changes.
+
+    Balances stay as they are and provable where entries are folded; the entries are gone.
+
+    \b
+    Examples:
+      celery -A proj budget journal acme --limit 20
+      celery -A proj budget journal acme --json
+      celery -A proj budget journal --fold-before 90d
+    """
+    if fold_before is not None:
+        if name is not None or limit is not None:
+            raise click.UsageError(
+                "--fold-before is for the journals of all budgets; leave NAME and --limit out"
+            )
+        _fold(ctx, fold_before, as_json)
+        return
+    if name is None:
+        raise click.UsageError("give the NAME of a budget, or --fold-before")
+    entries = installed_of(ctx).journal(name, limit or 100)
+    document = {"budget": name, "entries": [entry.as_dict() for entry in entries]}
+    print_out(ctx, document if as_json else journal_table(entries))
+
+
+def _fold(ctx: click.Context, older_than: timedelta, as_json: bool) -> None:
+    with Progress("folding journals", "balances") as progress:
+        folded = installed_of(ctx).fold_journal(older_than, progress.told)
+    entries = "entry" if folded == 1 else "entries"
+    print_out(
+        ctx,
+        {"folded": folded}
+        if as_json
+        else Text(f"{number(folded)} {entries} of the journals folded into checkpoints"),
+    )
+
+
+@budget.command(cls=CeleryCommand)
+@json_option
+@click.pass_context
+def report(ctx: click.Context, as_json: bool) -> None:
+    """Show balances, counts, estimates and actuals.
+
+    \b
+    Examples:
+      celery -A proj budget report
+      celery -A proj budget report --json
+    """
+    found = installed_of(ctx).report()
+    print_out(ctx, found.as_dict() if as_json else report_view(found))
+
+
+@budget.command(cls=CeleryCommand)
+@click.option(
+    "--repair",
+    cls=CeleryOption,
+    is_flag=True,
+    help="First make balances and journals what the requests add up to.",
+)
+@json_option
+@click.pass_context
+def reconcile(ctx: click.Context, repair: bool, as_json: bool) -> None:
+    """Prove that the ledger adds up.
+
+    Every balance is the sum of what its requests hold and were charged, and what its journal leads
+    to; every request is the sum of its usage records, and every open request will end. What is not
+    so is listed, and the exit status is 1. Work that is still open is no mismatch.
+
+    \b
+    Examples:
+      celery -A proj budget reconcile
+      celery -A proj budget reconcile --json
+      celery -A proj budget reconcile --repair
+    """
+    installed = installed_of(ctx)
+    repaired = installed.repair() if repair else ()
+    found = installed.report()
+    proved, requests = found.reconciliation, found.counts["admitted"]
+    if as_json:
+        document = {**proved.as_dict(), "requests": requests, "repaired": list(repaired)}
+        print_out(ctx, document)
+    else:
+        told = [literal(f"repaired: {one}") for one in repaired]
+        print_out(ctx, Group(*told, verdict(proved, requests)))
+    if not proved.ok:
+        ctx.exit(1)
+
+
+@budget.command(cls=CeleryCommand)
+@click.argument("some_id", metavar="TASK_ID|REQUEST_ID")
+@json_option
+@click.pass_context
+def explain(ctx: click.Context, some_id: str, as_json: bool) -> None:
+    """Tell the life of one request.
+
+    What it reserved and used, and what happened when. A reservation id will do as well. Exit
+    status 1 where nothing is known of it.
+
+    \b
+    Examples:
+      celery -A proj budget explain 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
+      celery -A proj budget explain order-4711 --json
+    """
+    stories = installed_of(ctx).explain(some_id)
+    if not stories:
+        raise click.ClickException(
+            f"nothing is known of {some_id!r}: no request with this task id, request id or "
+            "reservation id was admitted or parked (one that is refused leaves only a count)"
+        )
+    if as_json:
+        print_out(ctx, {"requests": [story.as_dict() for story in stories]})
+    else:
+        print_out(ctx, stories_view(stories))

@@ -1,0 +1,140 @@
+"""What is written on the command line, turned into what it means.
+
+What cannot be is wrong use (exit status 2), told with what to write instead.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import click
+
+from celery_budget.core.amounts import check_amount
+from celery_budget.core.budgets import Limit, Share, parts_per_million
+from celery_budget.errors import BudgetError
+
+# click.ParamType takes a type argument in its newer releases only.
+
+__all__ = ["AMOUNT", "DURATION", "INSTANT", "RATIO", "limit_of", "parent_of"]
+
+_NONE = "none"
+#: Decimal digits, in which ``_`` may group them: what int() takes beyond that (signs, blanks, the
+#: digits of other scripts) is more likely a slip than an amount.
+_DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
+_DURATION = re.compile(r"([0-9]{1,12})([smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def _amount(text: str) -> int:
+    """Return the amount that ``text`` writes.
+
+    :raises ValueError: for anything else.
+    """
+    if not _DIGITS.fullmatch(text):
+        raise ValueError(text)
+    # int() refuses thousands of digits by a ValueError of its own.
+    return check_amount(int(text), "it")
+
+
+def limit_of(text: str) -> Limit:
+    """Return the limit that ``text`` writes; none for ``none``.
+
+    :raises click.BadParameter: for anything else.
+    """
+    if text.lower() == _NONE:
+        return None
+    try:
+        return Share.parse(text, "it") if text.endswith("%") else _amount(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is not a limit; give an integer from 0 to 2^63-1 in the budget's unit, a "
+            "share of the parent's such as '10%', or 'none' for unlimited",
+            param_hint="'--limit'",
+        ) from None
+
+
+def parent_of(text: str) -> str | None:
+    """Return the parent that ``text`` names; none for ``none``."""
+    return None if text.lower() == _NONE else text
+
+
+class _Amount(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "amount"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return _amount(value)
+        except ValueError:
+            self.fail(
+                f"{value!r} is not an amount; give an integer from 0 to 2^63-1 in the budget's "
+                "unit, as 1000000 or 1_000_000",
+                param,
+                ctx,
+            )
+
+
+class _Ratio(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "ratio"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Decimal:
+        try:
+            parts_per_million(value, "it")
+        except BudgetError:
+            self.fail(
+                f"{value!r} is not a ratio; give one from 0 to 1 with at most six decimal places, "
+                "such as 0.8",
+                param,
+                ctx,
+            )
+        return Decimal(value)
+
+
+class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta:
+        found = _DURATION.fullmatch(value)
+        try:
+            if found is None:
+                raise OverflowError
+            return timedelta(**{_UNITS[found[2]]: int(found[1])})
+        except OverflowError:
+            self.fail(
+                f"{value!r} is not a duration; give a number and a unit: 45s, 30m, 12h, 7d or 2w",
+                param,
+                ctx,
+            )
+
+
+class _Instant(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> datetime:
+        try:
+            # Python 3.10 does not know Z.
+            when = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", value))
+        except ValueError:
+            when = None
+        if when is None or when.utcoffset() is None:
+            self.fail(
+                f"{value!r} is not a time with a time zone; give it in ISO 8601, such as "
+                "2030-01-31T12:00:00Z or 2030-01-31T12:00:00+01:00",
+                param,
+                ctx,
+            )
+        return when
+
+
+AMOUNT = _Amount()
+RATIO = _Ratio()
+DURATION = _Duration()
+INSTANT = _Instant()

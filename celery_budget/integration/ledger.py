@@ -1,0 +1,388 @@
+"""What can be done with an application's ledger: budgets set, granted and closed, all of it shown.
+
+Every method is one transaction or a series of them; none needs the broker.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any, Final, Literal
+
+from celery import Celery
+
+from celery_budget import reconcile as shown
+from celery_budget.core import declarations
+from celery_budget.core.budgets import Balance, Budget, Limit, Share, check_text, parts_per_million
+from celery_budget.core.declarations import Change
+from celery_budget.core.identity import new_id
+from celery_budget.errors import InvalidAmount, InvalidBudget
+from celery_budget.settings import Settings
+from celery_budget.store import Connection, Store, budgets, grants, migrate
+
+__all__ = ["KEEP", "Ledger", "Receipt"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+class _Keep(enum.Enum):
+    KEEP = "keep"
+
+    def __repr__(self) -> str:
+        return "<keep>"
+
+
+#: Stands for a term that is not given, where none means something.
+KEEP: Final = _Keep.KEEP
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of a grant or an adjustment.
+
+    :ivar key: its key; the same one again changes nothing.
+    :ivar repeated: whether it had been made before, and nothing was changed.
+    """
+
+    key: str
+    repeated: bool
+
+
+class _Tried(Exception):
+    """Ends a transaction that was only tried, with what it would have changed."""
+
+    def __init__(self, changes: tuple[Change, ...]) -> None:
+        super().__init__()
+        self.changes = changes
+
+
+class Ledger:
+    """The ledger of one application, found by its configuration when it is first needed."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._settings: Settings | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, read from the application's configuration at first use.
+
+        :raises ConfigurationError: where one is missing or cannot work.
+        """
+        if self._settings is None:
+            self._settings = Settings.read(self.app.conf.get)
+        return self._settings
+
+    @property
+    def store(self) -> Store:
+        """The ledger's database; connects at first use."""
+        if self._store is None:
+            with self._lock:
+                if self._store is None:
+                    self._store = Store(self.settings.database_url, self.settings.lock_seconds)
+        return self._store
+
+    def init(self) -> str:
+        """Create the ledger's tables or bring them up to date; return their version."""
+        return self.store.run(migrate.upgrade)
+
+    def check(self) -> None:
+        """Check that the ledger can be reached and has the tables this release needs.
+
+        :raises SchemaError: where :meth:`init` is due.
+        :raises StoreError: where it cannot be reached.
+        """
+        self.store.read(migrate.check)
+
+    def set(
+        self,
+        name: str,
+        *,
+        limit: Limit | str | Literal[_Keep.KEEP] = KEEP,
+        unit: str | None = None,
+        parent: str | Literal[_Keep.KEEP] | None = KEEP,
+        period: str | None = None,
+        timezone: str | None = None,
+        anchor_day: int | None = None,
+        soft_stop: float | Decimal | str | None = None,
+        hard_stop: float | Decimal | str | None = None,
+        reopen: bool = False,
+    ) -> Budget:
+        """Create the budget ``name`` or change it; with a ``*`` in its name, a template.
+
+        Only the terms that are given change, and what was reserved and spent stays. A limit below
+        that leaves a negative balance and admits nothing more.
+
+        :param limit: in ``unit``; 0 blocks everything, none is unlimited, ``"10%"`` (or a
+            :class:`~celery_budget.core.budgets.Share`) is a part of the parent's limit. A new
+            budget needs one.
+        :param unit: what it counts (``"tokens"``, ``"micro-usd"``); needed for a new budget
+            without a parent, and fixed once it was drawn on.
+        :param parent: the budget that every request on this one draws on as well; none for no
+            parent.
+        :param period: how long a window is: ``total``, ``minute``, ``hour``, ``day``, ``week`` or
+            ``month``. Another one begins a new window now.
+        :param timezone: the IANA name of the zone whose clock cuts the windows.
+        :param anchor_day: where a week (1 is Monday) or a month begins.
+        :param soft_stop: up to which part of the limit new work is admitted: 0.8 or ``"0.8"``.
+        :param hard_stop: up to which part work is admitted that continues what was started.
+        :param reopen: let it take requests again, where it is closed or draining.
+        :return: the budget as it is declared then.
+        :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for terms that cannot be.
+            Nothing was changed.
+        """
+        terms: dict[str, Any] = {
+            "unit": unit,
+            "period": period,
+            "timezone": timezone,
+            "anchor_day": anchor_day,
+            "soft_stop": _stop(soft_stop, f"the soft stop of {name!r}"),
+            "hard_stop": _stop(hard_stop, f"the hard stop of {name!r}"),
+        }
+        terms = {term: value for term, value in terms.items() if value is not None}
+        if limit is not KEEP:
+            written = isinstance(limit, str)
+            terms["limit"] = Share.parse(str(limit), f"the limit of {name!r}") if written else limit
+        if parent is not KEEP:
+            terms["parent"] = parent
+        return self.store.run(_set, self.settings.root, name, terms, reopen)
+
+    def apply(
+        self,
+        text: str,
+        *,
+        source: str = "budgets.toml",
+        prune: bool = False,
+        dry_run: bool = False,
+    ) -> tuple[Change, ...]:
+        """Make the budgets what a file of ``[[budget]]`` tables says, in one transaction.
+
+        Its keys are ``name, unit, limit, parent, root, period, timezone, anchor_day, soft_stop,
+        hard_stop, stripes``. The same file again changes nothing. What it names is open
+        afterwards, closed as it may have been.
+
+        :param text: what the file says, in TOML.
+        :param source: what the file is called in errors.
+        :param prune: close what it does not name, except for what templates made.
+        :param dry_run: change nothing; where the ledger would refuse a change, say so as without.
+        :return: what changed, or would change.
+        :raises InvalidBudget: for what is no such file, and for terms that cannot be.
+        :raises HoldsOpen: where a budget is to be closed that requests still draw on.
+            Nothing was changed.
+        """
+        wanted = declarations.parse(text, self.settings.root, source)
+        if not dry_run:
+            return self.store.run(budgets.apply, wanted, prune)
+        try:
+            self.store.run(_try_apply, wanted, prune)
+        except _Tried as tried:
+            return tried.changes
+        raise AssertionError("a trial has no other end")  # pragma: no cover
+
+    def difference(
+        self, text: str, *, source: str = "budgets.toml", prune: bool = False
+    ) -> tuple[Change, ...]:
+        """Return what :meth:`apply` would change, whether the ledger would refuse it or not.
+
+        :raises InvalidBudget: for what is no such file.
+        """
+        wanted = declarations.parse(text, self.settings.root, source)
+        return self.store.run(budgets.apply, wanted, prune, True)
+
+    def export(self, roots: Iterable[str] | None = None, *, everything: bool = False) -> str:
+        """Return the file that :meth:`apply` would make these budgets from; empty without any.
+
+        Budgets that are closed or draining are left out. Where one of those is a parent, its
+        children are not: they can be applied to this ledger, and elsewhere once they have another
+        parent.
+
+        :param roots: whose budgets; by default those of this application's root.
+        :param everything: also those that templates made.
+        """
+        return declarations.written(self.declared(roots, everything=everything), self.settings.root)
+
+    def declared(
+        self, roots: Iterable[str] | None = None, *, everything: bool = False
+    ) -> dict[str, list[Budget]]:
+        """Return the budgets and templates of :meth:`export` as they are declared, by root."""
+        own = self.settings.root
+        names = [own] if roots is None else [check_text(root, "a root") for root in roots]
+        return self.store.read(_declared, names, everything)
+
+    def grant(
+        self,
+        name: str,
+        amount: int,
+        *,
+        key: str | None = None,
+        until: datetime | timedelta | None = None,
+        reason: str | None = None,
+    ) -> Receipt:
+        """Raise the limit of the budget ``name`` by ``amount``, in every window until it ends.
+
+        What has no limit is not changed by it, and a limit of 0 blocks in spite of it.
+
+        :param amount: an integer from 1 to 2^63-1 in the budget's unit.
+        :param key: the same key again changes nothing; without one each call counts.
+        :param until: when it ends, with a time zone, or how long from now; by default never.
+        :param reason: for those who look at it later.
+        :raises InvalidAmount: for what is no such integer.
+        :raises InvalidBudget: for an end without a time zone, or one that has passed.
+        :raises UnknownBudget: where there is no such budget.
+        :raises KeyConflict: where the key is that of another grant.
+        """
+        until_us, lasts_us = _end(until)
+        mine = str(new_id()) if key is None else key
+        made = self.store.run(
+            grants.grant, self.settings.root, mine, name, amount, until_us, reason, lasts_us
+        )
+        # A key made here can be found only where this very grant was committed and its answer lost.
+        return Receipt(mine, key is not None and not made)
+
+    def adjust(self, name: str, amount: int, *, reason: str, key: str | None = None) -> Receipt:
+        """Correct what the budget ``name`` has spent in its present window.
+
+        :param amount: what is added to it, in the budget's unit; negative to give back.
+        :param reason: why, for the journal.
+        :param key: the same key again changes nothing; without one each call counts.
+        :raises InvalidAmount: for no integer, for 0, and where less than nothing would be spent.
+        :raises InvalidName: where the reason is no text of 1 to 255 characters.
+        :raises UnknownBudget: where there is no such budget.
+        :raises KeyConflict: where the key is that of another adjustment.
+        """
+        mine = str(new_id()) if key is None else key
+        made = self.store.run(grants.adjust, self.settings.root, mine, name, amount, reason)
+        return Receipt(mine, key is not None and not made)
+
+    def close(self, name: str, drain: bool = False) -> str:
+        """Close the budget ``name``: it takes nothing new, nor does what is below it.
+
+        What was reserved and spent stays; ``set(name, reopen=True)`` opens it again. A template
+        that is closed makes no budgets any more.
+
+        :param drain: where requests that draw on it have not ended, take nothing new, let those
+            end and close it then.
+        :return: the state it is in: ``closed`` or ``draining``.
+        :raises HoldsOpen: where some have not ended and it is not to be drained.
+        :raises UnknownBudget: where there is no such budget.
+        """
+        return self.store.run(budgets.close, self.settings.root, name, drain)
+
+    def balance(self, name: str) -> Balance:
+        """Return ``limit``, ``reserved``, ``spent`` and ``available`` of the budget ``name``.
+
+        :raises UnknownBudget: where there is none.
+        """
+        return self.store.read(budgets.balance, self.settings.root, name)
+
+    def balances(self) -> list[Balance]:
+        """Return the balances of all budgets, by name."""
+        return self.store.read(budgets.balances_of, self.settings.root)
+
+    def standing(self, name: str) -> shown.Standing | shown.Template:
+        """Return how a budget or a template stands: terms, balance, all above, grants in force.
+
+        :raises UnknownBudget: where there is none.
+        """
+        return shown.standing(self.store, self.settings, name)
+
+    def templates(self) -> list[shown.Template]:
+        """Return all templates, by name."""
+        return shown.templates(self.store, self.settings)
+
+    def grants(self, name: str, *, ended: bool = False) -> list[shown.Grant]:
+        """Return the grants of the budget ``name`` that are in force, the last to end first.
+
+        :param ended: those as well that are over.
+        :raises UnknownBudget: where there is no such budget.
+        """
+        return shown.grants(self.store, self.settings, name, ended)
+
+    def journal(self, name: str, limit: int = 100) -> list[shown.Entry]:
+        """Return the last ``limit`` changes of the balances of ``name``, the newest first.
+
+        :raises UnknownBudget: where there is no such budget.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of entries is an integer from 1 on, not {limit!r}")
+        return shown.journal(self.store, self.settings, name, limit)
+
+    def fold_journal(
+        self, older_than: timedelta, told: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Fold entries of all journals that are older than this into a checkpoint for each balance.
+
+        Balances stay as they are and provable; what led to them before is forgotten.
+
+        :param told: called after each balance with how many are done, and how many there are.
+        :return: how many entries went.
+        """
+        return shown.fold(self.store, self.settings, older_than // _MICROSECOND, told)
+
+    def report(self) -> shown.Report:
+        """Return balances, counts, drift and whether the ledger adds up."""
+        return shown.report(self.store, self.settings)
+
+    def reconcile(self) -> shown.Reconciliation:
+        """Return whether the ledger adds up, and what does not."""
+        return shown.reconcile(self.store, self.settings)
+
+    def repair(self) -> tuple[str, ...]:
+        """Make every balance and its journal what its requests add up to.
+
+        :return: one sentence for each that was not so; what is wrong elsewhere stays.
+        """
+        return shown.repair(self.store, self.settings)
+
+    def explain(self, some_id: str) -> list[shown.Story]:
+        """Return the life of the requests with this task id, request id or reservation id."""
+        return shown.explain(self.store, self.settings, some_id)
+
+
+def _set(
+    connection: Connection, root: str, name: str, terms: dict[str, Any], reopen: bool
+) -> Budget:
+    """As the store's, but no budget becomes unlimited by leaving its limit out."""
+    if "limit" not in terms and budgets.find(connection, root, name) is None:
+        raise InvalidBudget(
+            f"budget {name!r} is new; say how much it allows with limit= (--limit N, or none for "
+            "unlimited)"
+        )
+    return budgets.set_budget(connection, root, name, terms, reopen)
+
+
+def _try_apply(
+    connection: Connection, wanted: dict[str, tuple[Budget, ...]], prune: bool
+) -> tuple[Change, ...]:
+    raise _Tried(budgets.apply(connection, wanted, prune))
+
+
+def _declared(
+    connection: Connection, roots: list[str], everything: bool
+) -> dict[str, list[Budget]]:
+    return {root: budgets.open_budgets(connection, root, everything) for root in roots}
+
+
+def _stop(value: float | Decimal | str | None, what: str) -> int | None:
+    return None if value is None else parts_per_million(value, what)
+
+
+def _end(until: Any) -> tuple[int | None, int | None]:
+    """Return when a grant ends, or how long it lasts, in microseconds."""
+    if until is None:
+        return None, None
+    if isinstance(until, timedelta):
+        return None, until // _MICROSECOND
+    if not isinstance(until, datetime) or until.utcoffset() is None:
+        raise InvalidBudget(
+            f"the end of a grant is {until!r}; give a datetime with a time zone, or a timedelta "
+            "from now"
+        )
+    return max((until - _EPOCH) // _MICROSECOND, 0), None

@@ -1,0 +1,42 @@
+"""What is shown of a ledger: how budgets stand, reports, one request's life, and the proof.
+
+Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
+"""
+
+from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
+from celery_budget.reconcile.reports import Drift, Report, report
+from celery_budget.reconcile.standing import (
+    Entry,
+    Grant,
+    Standing,
+    Template,
+    grants,
+    journal,
+    standing,
+    templates,
+)
+from celery_budget.reconcile.stories import Story, explain
+from celery_budget.reconcile.terms import balance_as_dict, budget_as_dict, change_as_dict
+
+__all__ = [
+    "Drift",
+    "Entry",
+    "Grant",
+    "Reconciliation",
+    "Report",
+    "Standing",
+    "Story",
+    "Template",
+    "balance_as_dict",
+    "budget_as_dict",
+    "change_as_dict",
+    "explain",
+    "fold",
+    "grants",
+    "journal",
+    "reconcile",
+    "repair",
+    "report",
+    "standing",
+    "templates",
+]
