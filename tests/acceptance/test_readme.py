@@ -136,7 +136,8 @@ def test_the_readme_from_the_schema_to_the_report(shop: Shop) -> None:
     refused = shop.celery(*call)
     assert refused.returncode != 0
     assert (
-        f"BudgetExceeded: budget 'tenant:acme' has {1000 - ESTIMATE} of 1000 tokens available "
+        f"BudgetExceeded: budget 'tenant:acme' is held by requests that have not ended: "
+        f"{1000 - ESTIMATE} of 1000 tokens available "
         f"({ESTIMATE} reserved, 0 spent) and {ESTIMATE} were requested"
     ) in refused.stderr
 
