@@ -70,6 +70,8 @@ class Gate:
             _check_inline(app, name, message)
             policy = policy_of(app, name)
             if policy is None:
+                # Of a canvas it reaches every task; Celery would make a message property of it.
+                options.pop("finishing", None)
                 if attempt is not None and origin == "continuation":
                     return self._follow_unbudgeted(attempt, producer, name, message, options)
                 return self._send(producer, name, message, **options)

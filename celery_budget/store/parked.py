@@ -187,6 +187,8 @@ def request_of(row: sa.Row[Any]) -> ReserveRequest:
     """Return the request of a parked row."""
     values = json.loads(row.request)
     parent = values.pop("parent")
+    # All that was parked continues something; the first release did not write it.
+    values.setdefault("finishing", True)
     return ReserveRequest(
         reservation_id=uuid.UUID(values.pop("reservation_id")),
         lines=tuple(Line(**line) for line in values.pop("lines")),

@@ -160,6 +160,11 @@ def test_the_readme_from_the_schema_to_the_report(shop: Shop) -> None:
             "reserved": 0,
             "spent": used,
             "available": 1000 - used,
+            "parent": None,
+            "period": "total",
+            "start_us": 0,
+            "end_us": None,
+            "state": "open",
         }
     ]
     counts = report["counts"]

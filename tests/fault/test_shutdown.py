@@ -52,7 +52,7 @@ def test_a_copy_that_comes_after_expires_does_not_revoke_what_runs(
     )
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     store, settings = cluster.budget.store, cluster.budget.settings
-    result = cluster.task("held").apply_async(("go", "a"), expires=3)
+    result = cluster.task("held").apply_async(("go", "a"), expires=8)
     copy = store.run(outbox.claim_due, settings.root, 1, 0)[0].message
     cluster.beat()
     worker = cluster.worker()
