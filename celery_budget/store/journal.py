@@ -214,11 +214,11 @@ def told(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
 def reads(connection: Connection, some: sa.ColumnElement[bool]) -> tuple[int, int, int] | None:
     """Return what entries lead to: reserved, spent, and the number of the last one.
 
-    None where they lead nowhere: there are none, one is missing, or one was changed.
+    None where they lead nowhere: one is missing, or was changed.
 
     :param some: the condition for entries of one balance, up to any of them.
     """
     row = connection.execute(told(some)).first()
-    if row is None or row.missing or row.changed:
-        return None
-    return row.reserved, row.spent, row.entries
+    if row is None:
+        return 0, 0, 0
+    return None if row.missing or row.changed else (row.reserved, row.spent, row.entries)

@@ -156,10 +156,14 @@ def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> li
     Locks those rows and skips what another relay is taking. A relay that dies gives them back
     when the time is over: the message may then be published twice, and is claimed once.
     """
-    started = sa.exists().where(
-        reservations.c.root == outbox.c.root,
-        reservations.c.reservation_id == outbox.c.reservation_id,
-        reservations.c.state.not_in(CLAIMABLE),
+    # A value and no EXISTS, for which PostgreSQL may read all that ever ended, of every root.
+    started = (
+        sa.select(reservations.c.state.not_in(CLAIMABLE))
+        .where(
+            reservations.c.root == root,
+            reservations.c.reservation_id == outbox.c.reservation_id,
+        )
+        .scalar_subquery()
     )
     due = (
         sa.select(outbox.c.outbox_id, started.label("started"))
@@ -398,17 +402,15 @@ def prune(connection: Connection, root: str, limit: int) -> int:
 
     Until then they keep a replay of the parent from publishing them again.
     """
-    parent_open = sa.or_(
-        sa.exists().where(
-            attempts.c.root == outbox.c.root,
-            attempts.c.reservation_id == outbox.c.parent_id,
-            attempts.c.lease_until_us.is_not(None),
-        ),
-        sa.exists().where(
-            reservations.c.root == outbox.c.root,
-            reservations.c.reservation_id == outbox.c.parent_id,
-            reservations.c.ended_us.is_(None),
-        ),
+    parent_has_open_attempt = sa.exists().where(
+        attempts.c.root == root,
+        attempts.c.reservation_id == outbox.c.parent_id,
+        attempts.c.lease_until_us.is_not(None),
+    )
+    parent_has_not_ended = sa.exists().where(
+        reservations.c.root == root,
+        reservations.c.reservation_id == outbox.c.parent_id,
+        reservations.c.ended_us.is_(None),
     )
     ids = (
         connection.execute(
@@ -417,7 +419,8 @@ def prune(connection: Connection, root: str, limit: int) -> int:
                 outbox.c.root == root,
                 outbox.c.state == "published",
                 outbox.c.reservation_id.is_(None),
-                ~parent_open,
+                ~parent_has_open_attempt,
+                ~parent_has_not_ended,
             )
             .limit(limit)
             .with_for_update(skip_locked=True)

@@ -303,11 +303,12 @@ def unreachable(connection: Connection, root: str) -> Rows:
 
     One that runs has an open attempt; any other has a message in the outbox or is parked.
     """
-    has_message = sa.exists().where(_same_reservation(outbox))
-    is_parked = sa.exists().where(_same_reservation(parked))
-    is_attempted = sa.exists().where(
-        _same_reservation(attempts), attempts.c.lease_until_us.is_not(None)
-    )
+
+    def has(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
+        return sa.exists().where(_same_reservation(table), table.c.root == root, *where)
+
+    has_message, is_parked = has(outbox), has(parked)
+    is_attempted = has(attempts, attempts.c.lease_until_us.is_not(None))
     running = reservations.c.state == "running"
     return list(
         connection.execute(

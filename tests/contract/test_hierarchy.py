@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from uuid import uuid4
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from celery_budget import admission, settlement
+from celery_budget.core.amounts import MAX_AMOUNT as MOST
 from celery_budget.core.budgets import MILLION
+from celery_budget.core.draws import Draw, Level, chain, decide
 from celery_budget.core.reservations import (
     Line,
     Outcome,
@@ -18,8 +25,9 @@ from celery_budget.core.reservations import (
     ReserveRequest,
 )
 from celery_budget.errors import InvalidBudget, PolicyError
+from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt
-from celery_budget.store import budgets
+from celery_budget.store import Store, budgets, schema
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, message_of
 
 #: From the bottom.
@@ -496,3 +504,146 @@ def test_a_soft_stop_of_any_level_counts_for_new_work(tree: Ledger, level: str) 
         level, "tokens", 1, 100, 50, 0, "held", 50
     )
     tree.reserve(50, budget="user", finishing=True)
+
+
+# The database's decision and that of celery_budget.core.draws.
+
+SOME = st.sampled_from([0, 1, 2, 3, 5, 9, 10, 11, 20, 2**53 + 1, 2**62, MOST - 1, MOST])
+DRAWN = [(0, 0), (3, 0), (0, 3), (4, 5), (2**62, 2**62 - 1)]
+RATIO = st.sampled_from([0, 1, 333_333, 500_000, 999_999, MILLION])
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> dict[str, Level]:
+    """A few budgets as they stand, parents first."""
+    found: dict[str, Level] = {}
+    for number in range(draw(st.integers(1, 6))):
+        parent = draw(st.none() | st.sampled_from(sorted(found))) if number else None
+        share = draw(st.none() | RATIO) if parent else None
+        soft, hard = sorted(draw(st.tuples(RATIO, RATIO)))
+        opened = draw(st.integers(0, 4)) > 0
+        reserved, spent = draw(st.sampled_from(DRAWN))
+        found[f"b{number}"] = Level(
+            f"b{number}",
+            found[parent].unit if parent else draw(st.sampled_from(["tokens", "requests"])),
+            parent,
+            None if share is not None else draw(st.none() | SOME),
+            share,
+            draw(st.sampled_from([0, 0, 0, 2, 7, MOST])),
+            *draw(st.sampled_from([(MILLION, MILLION), (MILLION, MILLION), (soft, hard)])),
+            draw(st.sampled_from(["open"] * 12 + ["draining", "closed"])),
+            0 if opened else None,
+            reserved if opened else 0,
+            spent if opened else 0,
+        )
+    return found
+
+
+def fill(connection: Any, root: str, forest: dict[str, Level]) -> None:
+    """Write budgets, balances and grants; no lines stand behind them."""
+    for one in forest.values():
+        connection.execute(
+            schema.budgets.insert().values(
+                root=root,
+                name=one.budget,
+                unit=one.unit,
+                parent=one.parent,
+                limit_amount=one.limit_amount,
+                limit_share=one.limit_share,
+                soft_stop=one.soft_stop,
+                hard_stop=one.hard_stop,
+                state=one.state,
+                period="total",
+                created_us=1,
+                updated_us=1,
+            )
+        )
+        if one.window_us is not None:
+            connection.execute(
+                schema.balances.insert().values(
+                    root=root,
+                    budget=one.budget,
+                    window_us=one.window_us,
+                    stripe=0,
+                    reserved=one.reserved,
+                    spent=one.spent,
+                )
+            )
+        for number, until_us in enumerate((MOST, 1)):
+            if one.granted:
+                connection.execute(
+                    schema.grants.insert().values(
+                        root=root,
+                        key=f"{one.budget} {number}",
+                        budget=one.budget,
+                        amount=one.granted,
+                        until_us=until_us,
+                        who="test",
+                        created_us=1,
+                    )
+                )
+
+
+def two_rules(forest: dict[str, Level], lines: tuple[Line, ...]) -> bool:
+    """Whether one budget would be charged by two rules."""
+    rules = {(one.budget, line.charge) for line in lines for one in chain(forest, line.budget)}
+    return len({name for name, _ in rules}) < len(rules)
+
+
+def admitted_by(ledger: Ledger, request: ReserveRequest, batch: bool) -> Any:
+    """What comes of a request by itself, or of a batch of one."""
+    if not batch:
+        return ledger.admit(request)
+    asked = [(request, message_of(request))]
+    [tried] = admission.admit_many(ledger.store, ledger.settings, asked)
+    return tried
+
+
+@hypothesis_settings(max_examples=150)
+@given(forest=forests(), data=st.data(), finishing=st.booleans(), batch=st.booleans())
+def test_the_store_decides_as_the_pure_function_does(
+    store: Store,
+    store_url: str,
+    forest: dict[str, Level],
+    data: st.DataObject,
+    finishing: bool,
+    batch: bool,
+) -> None:
+    ledger = Ledger(store, Settings(database_url=store_url, root=f"root-{uuid4().hex[:12]}"))
+    store.run(fill, ledger.root, forest)
+    named = data.draw(
+        st.lists(st.sampled_from(sorted(forest)), min_size=1, max_size=3, unique=True)
+    )
+    charges = st.sampled_from(["used"] * 5 + ["start"])
+    lines = tuple(Line(name, data.draw(SOME), data.draw(charges)) for name in named)
+    request = ledger.request(budget=named[0], lines=lines, finishing=finishing)
+    if two_rules(forest, lines):
+        with pytest.raises(PolicyError) as by_function:
+            decide(lines, forest, finishing)
+        before = ledger.dump()
+        with pytest.raises(PolicyError) as by_store:
+            admitted_by(ledger, request, batch)
+        assert str(by_store.value) == str(by_function.value)
+        assert ledger.dump() == before
+        return
+    expected = decide(lines, forest, finishing)
+    balances = {one.budget: (one.reserved, one.spent) for one in forest.values()}
+    admitted = admitted_by(ledger, request, batch)
+    drawn: list[Draw] = []
+    if isinstance(expected, Refused):
+        assert admitted == expected
+        assert ledger.rows("lines") == ledger.rows("reservations") == []
+    else:
+        assert admitted == Reserved(request.reservation_id)
+        drawn = [
+            Draw(row.budget, row.unit, row.window_us, row.estimate, row.charge)
+            for row in ledger.rows("lines")
+        ]
+        assert drawn == list(expected)
+        for draw in expected:
+            reserved, spent = balances[draw.budget]
+            balances[draw.budget] = reserved + draw.amount, spent
+    found = {row.budget: (row.reserved, row.spent) for row in ledger.rows("balances")}
+    assert found == {name: balances[name] for name in found}
+    opened = {name for name, one in forest.items() if one.window_us is not None}
+    assert found.keys() == opened | {draw.budget for draw in drawn}
