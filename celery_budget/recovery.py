@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from celery_budget.core.reservations import Released
 from celery_budget.settings import Settings
 from celery_budget.store import Store, attempts, lapses, outbox, reservations
 from celery_budget.store.lapses import REPLAY_LEASES
@@ -164,6 +165,6 @@ def _recover_silent(
         released = store.run(
             reservations.release, settings.root, seen.reservation_id, "undelivered"
         )
-        return "undelivered" if released is not None else None
+        return "undelivered" if isinstance(released, Released) else None
     again = store.run(outbox.republish, settings.root, seen)
     return "republished" if again else None

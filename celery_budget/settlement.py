@@ -13,13 +13,15 @@ from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_unit
 from celery_budget.core.reservations import (
     AlreadyExtended,
-    Cancelled,
     Claimed,
     Closed,
+    Ended,
     Extended,
     Missing,
     Outcome,
+    Recorded,
     Refused,
+    Released,
     Replay,
     Running,
     StoredOutcome,
@@ -87,7 +89,7 @@ class Attempt:
 
     def record(self, amount: object, key: object = None, unit: object = None) -> bool:
         """Record usage; see :func:`celery_budget.usage.record`."""
-        return self.store.wait_out(
+        outcome = self.store.wait_out(
             self.stop,
             usage.record,
             self.root,
@@ -97,6 +99,7 @@ class Attempt:
             check_amount(amount, "recorded usage"),
             None if unit is None else check_unit(unit),
         )
+        return isinstance(outcome, Recorded)
 
     def extend(
         self, amount: object, key: object = None, unit: object = None
@@ -128,9 +131,9 @@ class Attempt:
 
         Sets :attr:`settled` where nothing follows but what Celery does with the outcome.
         """
-        state = self.store.wait_out(self.stop, attempts.end, *self._key, outcome)
-        self.settled = state == "settled"
-        return state is not None
+        ended = self.store.wait_out(self.stop, attempts.end, *self._key, outcome)
+        self.settled = isinstance(ended, Ended) and ended.state == "settled"
+        return isinstance(ended, Ended)
 
     def close(self) -> bool:
         """Close the attempt; false where its fence is gone. A few tries: recovery does the rest."""
@@ -187,9 +190,7 @@ def worker_lost(
     return False
 
 
-def cancel(
-    store: Store, settings: Settings, task_id: str
-) -> Cancelled | Running | Closed | Missing:
+def cancel(store: Store, settings: Settings, task_id: str) -> Released | Running | Closed | Missing:
     """End the request of a task that does not run: as :func:`continuations.cancel`, committed."""
     return store.run(continuations.cancel, settings.root, task_id)
 
@@ -199,4 +200,5 @@ def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> b
 
     True also where the ledger does not know it.
     """
-    return store.run(reservations.revoke, root, reservation_id, reason)
+    outcome = store.run(reservations.release, root, reservation_id, reason)
+    return isinstance(outcome, (Released, Missing))

@@ -179,7 +179,8 @@ def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_js
       celery -A proj budget apply budgets.toml
       celery -A proj budget export | celery -A other budget apply -
     """
-    source = "the standard input" if file.name == "<stdin>" else click.format_filename(file.name)
+    name = getattr(file, "name", "<stdin>")
+    source = "the standard input" if name == "<stdin>" else click.format_filename(name)
     try:
         text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -194,10 +195,8 @@ def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_js
         return
     root = installed.settings.root
     found = installed.difference(text, source=source, prune=prune)
-    show(
-        ctx,
-        changes_table(found, root) if found else Text(f"nothing to change: all is as in {source}"),
-    )
+    nothing = literal(f"nothing to change: the budgets are as {source} says")
+    show(ctx, changes_table(found, root) if found else nothing)
     done = installed.apply(text, source=source, prune=prune, dry_run=dry_run)
     if done != found:
         again = Text("the budgets were changed meanwhile; what is changed is:")
@@ -302,9 +301,5 @@ def close(ctx: click.Context, name: str, drain: bool, as_json: bool) -> None:
     """
     state = installed_of(ctx).close(name, drain)
     then = "" if state == "closed" else ": it takes nothing new and is closed when all has ended"
-    show(
-        ctx,
-        {"budget": name, "state": state}
-        if as_json
-        else literal(f"budget {name!r} is {state}{then}"),
-    )
+    view = literal(f"budget {name!r} is {state}{then}")
+    show(ctx, {"budget": name, "state": state} if as_json else view)

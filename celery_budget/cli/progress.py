@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 __all__ = ["Progress"]
@@ -24,18 +24,11 @@ class Progress:
     """
 
     def __init__(self, doing: str, what: str) -> None:
+        self._doing = doing
+        self._what = what
         self._began = time.monotonic()
-        self._text = doing
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(what),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._shown = False
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
 
     def __enter__(self) -> Progress:
         return self
@@ -46,15 +39,22 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._shown:
+        if self._bar is not None:
             self._bar.stop()
 
     def told(self, done: int, total: int) -> None:
         """Take note that ``done`` of ``total`` are done."""
-        if not self._shown:
-            if time.monotonic() - self._began < QUIET_SECONDS or not sys.stderr.isatty():
-                return
-            self._shown = True
-            self._task = self._bar.add_task(self._text)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+        elif sys.stderr.isatty() and time.monotonic() - self._began >= QUIET_SECONDS:
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(self._what),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(self._doing, completed=done, total=total)
             self._bar.start()
-        self._bar.update(self._task, completed=done, total=total)

@@ -28,17 +28,20 @@ __all__ = [
     "Admitted",
     "Again",
     "AlreadyExtended",
+    "AlreadyRecorded",
     "AlreadyReserved",
-    "Cancelled",
     "Claimed",
     "Closed",
     "Conflict",
+    "Ended",
     "Extended",
     "Line",
     "Missing",
     "Outcome",
     "Parked",
+    "Recorded",
     "Refused",
+    "Released",
     "Replay",
     "ReserveRequest",
     "Reserved",
@@ -211,10 +214,41 @@ Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Skipped
 
 
 @dataclass(frozen=True)
-class Cancelled:
-    """The request will not run: its hold was given back, now or before."""
+class Released:
+    """The request will not run (again): its hold was given back, now or before for this reason.
+
+    :ivar state: ``released``, or ``settled`` at what it used where it had run before.
+    """
 
     task_id: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The attempt ended with this outcome, now or before.
+
+    :ivar state: the reservation's: ``settled``, or ``waiting`` for another attempt.
+    """
+
+    state: str
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The usage was recorded.
+
+    :ivar late: the request had ended before; it was charged at once.
+    :ivar over: it is more than was held, or estimated.
+    """
+
+    late: bool
+    over: bool
+
+
+@dataclass(frozen=True)
+class AlreadyRecorded:
+    """The key was recorded before; nothing was added."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from celery_budget.errors import InvalidAmount
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, journal, repairs, reports
 from celery_budget.store.balances import Key
@@ -123,13 +125,14 @@ def repair(store: Store, settings: Settings) -> tuple[str, ...]:
 
     Each in a transaction of its own, behind the balance's lock, with an entry in its journal. What
     is wrong between requests and their lines is not put right by this: nobody can know which of
-    them is.
+    them is. Nor is a balance whose lines add up to what none can be; it is left, and told again.
     """
-    return tuple(
-        f"{_balance_name(key)} was rebuilt from its lines"
-        for key in store.read(_wrong_balances, settings.root)
-        if store.run(repairs.rebuild, settings.root, key, "budget reconcile --repair")
-    )
+    rebuilt = []
+    for key in store.read(_wrong_balances, settings.root):
+        with suppress(InvalidAmount):
+            if store.run(repairs.rebuild, settings.root, key, "budget reconcile --repair"):
+                rebuilt.append(f"{_balance_name(key)} was rebuilt from its lines")
+    return tuple(rebuilt)
 
 
 def fold(

@@ -155,7 +155,7 @@ def _template_facts(template: Template) -> dict[str, str | None]:
         "parent": budget.parent,
         "period": _period(budget),
         **_stops(budget, None),
-        "made": f"{number(template.made)} budgets",
+        "made": f"{number(template.made)} budget{'' if template.made == 1 else 's'}",
     }
 
 

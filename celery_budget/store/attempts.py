@@ -21,6 +21,7 @@ from celery_budget.core.reservations import (
     AlreadyExtended,
     Claimed,
     Closed,
+    Ended,
     Extended,
     Missing,
     Outcome,
@@ -224,11 +225,11 @@ def end(
     attempt: int,
     claim_id: uuid.UUID,
     outcome: Outcome,
-) -> str | None:
-    """End the running attempt, settle what follows from it, and return the state reached.
+) -> Ended | Closed:
+    """End the running attempt and settle what follows from it.
 
-    In one transaction; locks the reservation, its balances, its outbox rows. None where the fence
-    is gone: somebody else ended the attempt, and this outcome has no effect.
+    In one transaction; locks the reservation, its balances, its outbox rows. ``Closed`` where the
+    fence is gone: somebody else ended the attempt, and this outcome has no effect.
 
     With a successor (a retry) the reservation waits and keeps its hold. Otherwise it is settled:
     at what was used, or, where a success recorded nothing of a unit, at the estimate on top of what
@@ -255,8 +256,8 @@ def end(
         charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
         finish(connection, root, row, "settled", charges, unmetered=bool(fresh), of=of)
         write_end(connection, root, reservation_id, attempt, outcome, is_open=True)
-        return "settled"
-    return "waiting"
+        return Ended("settled")
+    return Ended("waiting")
 
 
 def _reject(
@@ -306,9 +307,9 @@ def _ended_as(
     attempt: int,
     claim_id: uuid.UUID,
     outcome: Outcome,
-) -> str | None:
-    """Return the state if this very call ended the attempt before and its answer was lost."""
-    return connection.execute(
+) -> Ended | Closed:
+    """Return whether this very call ended the attempt before and its answer was lost."""
+    state = connection.execute(
         sa.select(reservations.c.state)
         .join(
             attempts,
@@ -320,6 +321,7 @@ def _ended_as(
             attempts.c.outcome == outcome.kind,
         )
     ).scalar()
+    return Closed("ended") if state is None else Ended(state)
 
 
 def write_end(

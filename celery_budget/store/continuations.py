@@ -19,12 +19,12 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
     AlreadyReserved,
-    Cancelled,
     Closed,
     Line,
     Missing,
     Parked,
     Refused,
+    Released,
     Reserved,
     ReserveRequest,
     Running,
@@ -238,7 +238,7 @@ def try_parked(
 
 def cancel(
     connection: Connection, root: str, task_id: str
-) -> Cancelled | Running | Closed | Missing:
+) -> Released | Running | Closed | Missing:
     """End a request that does not run: give back what it holds, drop its message.
 
     Of a task that replaced itself, its last request. One that waits between attempts is settled at
@@ -260,15 +260,9 @@ def cancel(
     row = None if found is None else lock(connection, root, found)
     waits = parked.of_task(connection, root, task_id)
     if row is not None and (row.state not in TERMINAL or waits is None):
-        if row.state == "running":
-            return Running()
-        if row.state in TERMINAL:
-            was_cancelled = row.reason == CANCELLED
-            return Cancelled(task_id) if was_cancelled else Closed(str(row.state))
-        if waits is not None:
+        if waits is not None and row.state != "running":
             parked.unpark(connection, root, waits)
-        release(connection, root, row.reservation_id, CANCELLED)
-        return Cancelled(task_id)
+        return release(connection, root, row.reservation_id, CANCELLED)
     if waits is None:
         return Missing()
     request = parked.lock_parked(connection, root, waits, wait=True)
@@ -277,7 +271,7 @@ def cancel(
         return cancel(connection, root, task_id)
     parked.unpark(connection, root, request.parked_id)
     note_given_up(connection, parked.request_of(request), CANCELLED)
-    return Cancelled(task_id)
+    return Released(task_id, "released")
 
 
 def give_up(

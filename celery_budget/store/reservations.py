@@ -11,7 +11,16 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.draws import OPEN, Level, limits_in_force, short
-from celery_budget.core.reservations import START, TERMINAL, USED, Refused
+from celery_budget.core.reservations import (
+    START,
+    TERMINAL,
+    USED,
+    Closed,
+    Missing,
+    Refused,
+    Released,
+    Running,
+)
 from celery_budget.store import outbox
 from celery_budget.store.balances import Move, key_of, lock_balances, move
 from celery_budget.store.levels import levels_of
@@ -26,7 +35,6 @@ __all__ = [
     "lock",
     "raise_holds",
     "release",
-    "revoke",
     "set_holds",
     "start",
     "write_lines",
@@ -242,26 +250,24 @@ def finish(
 
 def release(
     connection: Connection, root: str, reservation_id: uuid.UUID, reason: str
-) -> sa.Row[Any] | None:
+) -> Released | Running | Closed | Missing:
     """End a reservation whose message will not run: give the hold back, drop the message.
 
-    One that waits between attempts has run: it is settled at what it used. Returns its row as it
-    was, or none where there was nothing to release: it runs, has ended, or does not exist.
-    Locks the reservation, then its balances, then its outbox rows.
+    One that waits between attempts has run: it is settled at what it used. ``Running`` and
+    ``Closed``, and nothing changed, where it runs or has ended otherwise; a repeat finds it
+    released. Locks the reservation, then its balances, then its outbox rows.
     """
     row = lock(connection, root, reservation_id)
-    if row is None or row.state in TERMINAL or row.state == "running":
-        return None
+    if row is None:
+        return Missing()
+    if row.state == "running":
+        return Running()
+    if row.state in TERMINAL:
+        same = row.reason == reason
+        return Released(row.task_id, row.state) if same else Closed(row.state)
     ending = lines_of(connection, root, reservation_id)
     used = {line.line: charge_of(line) for line in ending}
     state = "released" if row.attempts == 0 else "settled"
     finish(connection, root, row, state, used, reason=reason, of=ending)
     outbox.drop(connection, root, reservation_id)
-    return row
-
-
-def revoke(connection: Connection, root: str, reservation_id: uuid.UUID, reason: str) -> bool:
-    """Release a request, as :func:`release`; false where there is one that runs or has ended."""
-    if release(connection, root, reservation_id, reason) is not None:
-        return True
-    return lock(connection, root, reservation_id) is None
+    return Released(row.task_id, state)

@@ -13,7 +13,9 @@ from celery_budget.core.reservations import (
     TERMINAL,
     USED,
     AlreadyExtended,
+    AlreadyRecorded,
     Extended,
+    Recorded,
     Refused,
 )
 from celery_budget.errors import InvalidAmount, PolicyError
@@ -33,8 +35,8 @@ def record(
     key: str,
     amount: int,
     unit: str | None = None,
-) -> bool:
-    """Record ``amount`` under ``key``; false, and nothing added, where the key is there already.
+) -> Recorded | AlreadyRecorded:
+    """Record ``amount`` under ``key``; nothing is added where the key is there already.
 
     Locks the reservation, which only its own attempts use. Balances are locked only where the
     total passes the hold (the excess is added to it at once, over the limit if need be, and
@@ -72,7 +74,7 @@ def record(
     )
     if not inserted:
         _note_repeated(connection, root, reservation_id, attempt, key, unit)
-        return False
+        return AlreadyRecorded()
     used = {line.line: line.used + amount for line in metered}
     if max(used.values()) > MAX_AMOUNT:
         raise InvalidAmount(f"usage of {max(used.values())} in one request cannot be counted")
@@ -89,7 +91,7 @@ def record(
             .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
             .values(over=True)
         )
-    return True
+    return Recorded(late=ended, over=over)
 
 
 def _charge_late(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
-from celery.bin.base import CLIContext
 
 from celery_budget import budgeted
 from celery_budget.cli import budget
 from celery_budget.errors import BudgetExceeded
 from celery_budget.store import schema
 from tests.contract.support import RETURNED, Ledger
+from tests.integration.commands import Done, Run, runner
 from tests.integration.support import Shop, make_app
 
 BIG = 2**63 - 1
@@ -38,37 +36,9 @@ budget = CeleryBudget(app)
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a command ended and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """What it printed, which is one JSON document."""
-        return json.loads(self.out)
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run ``budget …`` on an application in this process."""
-
-    def run(app: Celery, *args: str) -> Done:
-        with pytest.raises(SystemExit) as ended:
-            budget.main(
-                list(args), prog_name="budget", obj=CLIContext(app, no_color=False, workdir=None)
-            )
-        code = ended.value.code
-        assert isinstance(code, int)
-        return Done(code, *capsys.readouterr())
-
-    return run
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return runner(capsys, monkeypatch)
 
 
 def ledger_of(shop: Shop) -> Ledger:
@@ -102,9 +72,23 @@ def test_set_creates_and_changes_and_prints_the_balance(shop: Shop, run: Run) ->
     row = done.out.splitlines()[-1]
     assert row.split() == ["b", "micro-usd", "1,000,000", "0", "0", "1,000,000"]
     done = run(shop.app, "set", "b", "--limit", "7", "--json")
-    assert done.json == {
-        "available": 7, "budget": "b", "limit": 7, "reserved": 0, "spent": 0, "unit": "micro-usd"
+    balance = {
+        "available": 7, "budget": "b", "limit": 7, "reserved": 0, "spent": 0, "unit": "micro-usd",
+        "parent": None, "period": "total", "start_us": 0, "end_us": None, "state": "open",
     }  # fmt: skip
+    declared = {
+        "name": "b", "unit": "micro-usd", "limit": 7, "parent": None, "period": "total",
+        "timezone": "UTC", "anchor_day": 1, "soft_stop": 1.0, "hard_stop": 1.0, "stripes": 1,
+    }  # fmt: skip
+    assert done.json == {
+        **balance,
+        "declared": declared,
+        "template": None,
+        "grants": [],
+        "above": [],
+        "room": 7,
+        "room_of": "b",
+    }
 
 
 @pytest.mark.parametrize("written", ["none", "NONE"])
@@ -145,10 +129,15 @@ def test_set_refuses_what_is_no_budget(shop: Shop, run: Run, args: list[str], sa
     assert shop.ledger() == before
 
 
-def test_set_needs_a_limit(shop: Shop, run: Run) -> None:
-    done = run(shop.app, "set", "tenant:a")
-    assert done.code == 2
-    assert "--limit" in done.err
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_set_of_nothing_is_wrong_use(shop: Shop, run: Run, options: list[str]) -> None:
+    assert run(shop.app, "set", "tenant:a", *options).failed(2, "nothing is to be changed; give")
+
+
+def test_set_of_a_new_budget_needs_a_limit(shop: Shop, run: Run) -> None:
+    done = run(shop.app, "set", "new", "--unit", "tokens")
+    assert done.failed(1, "'new' is new; say how much it allows with limit= (--limit N, or none")
+    assert [balance.budget for balance in shop.budget.balances()] == ["tenant:a"]
 
 
 def test_set_below_what_is_used_shows_the_overcommitment(shop: Shop, run: Run) -> None:
@@ -175,7 +164,7 @@ def test_list_without_budgets_says_how_to_create_one(
     shop = make_shop(init=False)
     shop.budget.init()
     assert "budget set NAME" in run(shop.app, "list").out
-    assert run(shop.app, "list", "--json").json == {"budgets": []}
+    assert run(shop.app, "list", "--json").json == {"budgets": [], "templates": []}
 
 
 def test_show_shows_one_budget(shop: Shop, run: Run) -> None:
@@ -229,7 +218,10 @@ def test_reconcile_of_a_ledger_that_adds_up(shop: Shop, run: Run) -> None:
 def test_reconcile_lists_mismatches_and_fails(shop: Shop, run: Run) -> None:
     ledger_of(shop).reserve(10, budget="tenant:a")
     shop.sql(schema.balances.update().values(reserved=9))
-    said = "budget 'tenant:a' says 9 reserved and 0 spent, its lines add up to 10 and 0"
+    said = (
+        "budget 'tenant:a' says 9 reserved and 0 spent, its lines add up to 10 and 0, "
+        "its journal leads to 10 and 0"
+    )
     done = run(shop.app, "reconcile")
     assert done.code == 1
     assert done.out.splitlines() == ["the ledger does not add up: 1 mismatch", f"- {said}"]

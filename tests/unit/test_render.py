@@ -9,11 +9,29 @@ from typing import Any
 import pytest
 from rich.console import RenderableType
 
-from celery_budget.core.budgets import Balance
-from celery_budget.reconcile import Drift, Reconciliation, Report, Story
+from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.declarations import Change
+from celery_budget.core.periods import Period
+from celery_budget.reconcile import (
+    Drift,
+    Entry,
+    Grant,
+    Reconciliation,
+    Report,
+    Standing,
+    Story,
+    Template,
+)
+from celery_budget.render.budgets import (
+    balances_table,
+    budgets_view,
+    changes_table,
+    journal_table,
+    standing_view,
+)
 from celery_budget.render.documents import json_document
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import balances_table, drift_table, report_view, verdict
+from celery_budget.render.tables import drift_table, report_view, verdict
 from celery_budget.render.text import as_text, literal, moment, number
 
 BIG = 2**63 - 1
@@ -177,6 +195,103 @@ def test_json_is_exact_sorted_and_ascii() -> None:
     )
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_document({"a": float("nan")})
+
+
+def names(view: RenderableType) -> list[str]:
+    """The first column of a table of balances, with its indentation."""
+    return [line.split(" tokens")[0].rstrip() for line in lines(view)[2:]]
+
+
+def test_balances_are_a_tree_by_name() -> None:
+    def of(name: str, parent: str | None = None) -> Balance:
+        return replace(ACME, budget=name, parent=parent)
+
+    tree = [of("b/2", "b"), of("b"), of("a"), of("b/1/x", "b/1"), of("b/1", "b")]
+    assert names(balances_table(tree)) == ["a", "b", "  b/1", "    b/1/x", "  b/2"]
+    assert names(balances_table([of("lone", "elsewhere")])) == ["lone"]
+    deep = [of(str(at), str(at - 1) if at > 1000 else None) for at in range(1000, 3000)]
+    assert names(balances_table(deep))[-1] == " " * 2 * 1999 + "2999"
+
+
+def test_state_and_period_are_shown_where_there_is_something_to_show() -> None:
+    plain = lines(balances_table([ACME]))
+    assert "period" not in plain[0]
+    odd = replace(ACME, budget="b", limit=5, period="hour", state="draining")
+    heading, _, acme, row = lines(balances_table([ACME, odd]))
+    assert "period" in heading
+    assert acme.split()[:3] == ["acme", "tokens", "1,000,000"]
+    assert row.split()[:3] == ["b", "tokens", "hour"]
+    assert row.endswith("draining, overcommitted")
+
+
+TEMPLATE = Template(Budget("user:*", "tokens", Share(125_000), "acme", Period("week")), "open", 1)
+
+
+def test_templates_are_a_section_of_their_own() -> None:
+    found = lines(budgets_view([ACME], [TEMPLATE, replace(TEMPLATE, state="closed")]))
+    assert found[found.index("") + 1] == "Templates, for budgets yet unseen"
+    words = ["user:*", "tokens", "12.5%", "acme", "week", "in", "UTC,", "from", "day", "1", "1"]
+    assert found[-2].split() == words
+    assert found[-1].split() == [*words, "closed"]
+    assert "Templates" not in as_text(budgets_view([ACME], []))
+    assert lines(budgets_view([], [TEMPLATE]))[0].startswith("Templates")
+    assert "12.5% of the parent's" in as_text(standing_view(TEMPLATE))
+
+
+def test_a_budget_in_full() -> None:
+    budget = Budget("b", "tokens", 0, "acme", Period("month", "Asia/Tokyo", 5), 500_000)
+    balance = Balance("b", "tokens", BIG, 0, 0, "acme", "month", SECOND, 2 * SECOND)
+    grant = Grant("k[1]", "b", BIG, SECOND, None, "me@host", 0)
+    text = as_text(standing_view(Standing(budget, balance, "*", True, (grant,), (ACME,), 0, "b")))
+    facts = dict(line.split("  ", 1) for line in text.split("\n\n")[0].splitlines())
+    assert {name: fact.strip() for name, fact in facts.items()} == {
+        "budget": "b",
+        "state": "open",
+        "unit": "tokens",
+        "limit": f"{number(BIG)} (0 and {number(BIG)} granted), blocks everything",
+        "parent": "acme",
+        "period": "month in Asia/Tokyo, from day 5",
+        "window": "1970-01-01T00:00:01.000000Z to 1970-01-01T00:00:02.000000Z",
+        "soft stop": f"50%: {number(BIG // 2)}",
+        "new work": "0",
+        "template": "*",
+    }
+    assert text.index("acme  ") < text.index("  b ") < text.index("k[1]")
+    assert "1970-01-01T00:00:01.000000Z   me@host" in text
+
+
+def test_changes_are_told_term_by_term() -> None:
+    before, after = Budget("b", "tokens", 5), Budget("b", "tokens", BIG, soft_stop=800_000)
+    changes = [
+        Change("r", "a", "add", None, Budget("a", "usd", 0)),
+        Change("r", "b", "change", before, after),
+        Change("other", "c", "close", before, None),
+    ]
+    found = [line.split() for line in lines(changes_table(changes, "r"))]
+    assert found[0] == ["budget", "root", "term", "before", "after"]
+    assert found[2:] == [
+        ["add", "a", "unit", "usd"],
+        ["limit", "0"],
+        ["change", "b", "limit", "5", f"{BIG:_}"],
+        ["soft_stop", "1", "0.8"],
+        ["close", "c", "other"],
+    ]
+    assert "root" not in as_text(changes_table(changes[:2], "r"))
+
+
+def test_a_journal_is_signed_and_exact() -> None:
+    entry = Entry("b", 0, 1200, SECOND, "adjust", "me@h", None, 0, -BIG, 0, 0, "x [y]")
+    heading, _, row = lines(journal_table([entry]))
+    assert heading.split()[:4] == ["entry", "when", "what", "reserved"]
+    assert row.split()[:5] == ["1,200", "1970-01-01T00:00:01.000000Z", "adjust", "0", f"-{BIG:,}"]
+    assert row.endswith("x [y]")
+    assert "window" not in heading
+    assert "reservation" not in heading
+    windowed = replace(entry, window_us=SECOND, reservation_id="r-1", reserved=5)
+    assert "window" in lines(journal_table([windowed]))[0]
+    assert "r-1" in as_text(journal_table([windowed]))
+    assert "+5" in as_text(journal_table([windowed]))
+    assert as_text(journal_table([])) == "Nothing was drawn on it yet.\n"
 
 
 def a_story(**changes: Any) -> Story:

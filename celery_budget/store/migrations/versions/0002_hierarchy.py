@@ -162,15 +162,16 @@ def _rebuild_usage() -> None:
         sa.PrimaryKeyConstraint("root", "reservation_id", "key", "unit", name="pk_budget_usage"),
         sa.CheckConstraint("amount >= 0", name=op.f("ck_budget_usage_amount")),
     )
-    # Which records an attempt repeated was not kept: any of the earlier ones stands for them.
+    # A record counted on every line, whatever its budget counts. Which records an attempt repeated
+    # was not kept: any of the earlier ones stands for them.
     op.execute(
         "INSERT INTO budget_usage"
         " SELECT u.root, u.reservation_id, u.key, l.unit, u.attempt, u.amount, u.late,"
         " u.recorded_us, (SELECT max(a.attempt) FROM budget_attempts a WHERE a.root = u.root"
         " AND a.reservation_id = u.reservation_id AND a.attempt > u.attempt"
         " AND a.repeated IS NOT NULL)"
-        " FROM usage_before u JOIN budget_lines l ON l.root = u.root"
-        " AND l.reservation_id = u.reservation_id AND l.line = 0"
+        " FROM usage_before u JOIN (SELECT DISTINCT root, reservation_id, unit FROM budget_lines) l"
+        " ON l.root = u.root AND l.reservation_id = u.reservation_id"
     )
     op.drop_table("usage_before")
     op.drop_column("budget_attempts", "repeated")
