@@ -27,7 +27,7 @@ from celery_budget.store.attempts import (
     write_end,
 )
 from celery_budget.store.reservations import charge_of, finish, lines_of, lock, release
-from celery_budget.store.schema import attempts, now_us, reservations
+from celery_budget.store.schema import attempts, instant, now_us, reservations
 
 __all__ = [
     "REPLAY_LEASES",
@@ -107,7 +107,7 @@ def lapsed(connection: Connection, root: str, limit: int) -> list[OpenAttempt]:
     """Return open attempts whose lease is over, longest first. Locks nothing."""
     rows = connection.execute(
         _select_open()
-        .where(attempts.c.root == root, attempts.c.lease_until_us <= now_us())
+        .where(attempts.c.root == root, attempts.c.lease_until_us <= instant())
         .order_by(attempts.c.lease_until_us)
         .limit(limit)
     )

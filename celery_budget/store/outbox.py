@@ -14,7 +14,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import CLAIMABLE, ReserveRequest
 from celery_budget.store.insert import AT_ONCE, insert_new
-from celery_budget.store.schema import attempts, now_us, outbox, reservations
+from celery_budget.store.schema import attempts, instant, now_us, outbox, reservations
 
 __all__ = [
     "Due",
@@ -167,7 +167,7 @@ def claim_due(connection: Connection, root: str, limit: int, hold_us: int) -> li
     )
     due = (
         sa.select(outbox.c.outbox_id, started.label("started"))
-        .where(outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= now_us())
+        .where(outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= instant())
         .order_by(outbox.c.due_us, outbox.c.outbox_id)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -290,7 +290,7 @@ def _unstarted(root: str) -> sa.ColumnElement[bool]:
     return sa.and_(
         outbox.c.root == root,
         outbox.c.state == "published",
-        outbox.c.due_us <= now_us(),
+        outbox.c.due_us <= instant(),
         reservations.c.root == outbox.c.root,
         reservations.c.reservation_id == outbox.c.reservation_id,
         reservations.c.state.in_(("published", "waiting")),

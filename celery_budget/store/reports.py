@@ -16,6 +16,7 @@ from celery_budget.store.schema import (
     attempts,
     balances,
     exact_sum,
+    instant,
     journal,
     lines,
     now_us,
@@ -358,7 +359,7 @@ def overdue_us(connection: Connection, root: str) -> int:
     """Return for how long the oldest due message has been waiting for a relay; 0 where none is."""
     oldest = connection.execute(
         sa.select(sa.func.max(now_us() - outbox.c.due_us)).where(
-            outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= now_us()
+            outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= instant()
         )
     ).scalar()
     return int(oldest or 0)
