@@ -308,9 +308,12 @@ def _ended_as(
     claim_id: uuid.UUID,
     outcome: Outcome,
 ) -> Ended | Closed:
-    """Return whether this very call ended the attempt before and its answer was lost."""
-    state = connection.execute(
-        sa.select(reservations.c.state)
+    """Return whether this very call ended the attempt before and its answer was lost.
+
+    One that another attempt followed has settled nothing, whatever that one has come to.
+    """
+    found = connection.execute(
+        sa.select(reservations.c.state, reservations.c.attempts)
         .join(
             attempts,
             of_reservation,
@@ -320,8 +323,10 @@ def _ended_as(
             attempts.c.claim_id == claim_id,
             attempts.c.outcome == outcome.kind,
         )
-    ).scalar()
-    return Closed("ended") if state is None else Ended(state)
+    ).first()
+    if found is None:
+        return Closed("ended")
+    return Ended(str(found.state) if found.attempts == attempt else "waiting")
 
 
 def write_end(

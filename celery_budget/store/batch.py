@@ -65,7 +65,7 @@ def reserve_many(
 
     :param delivered_us: as for :func:`celery_budget.store.requests.reserve`.
     :param note: count refusals in the reports.
-    :raises Unready: where a budget has to be made of its template, or a window opened, before.
+    :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
     found, inserted = _insert(connection, root, asked, delivered_us)
     known, possible = _standing(connection, root, asked) if inserted else ({}, set())

@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 #: How often a call is tried where its caller waits for an answer.
 TRIES = 4
-#: How often one call may find that something has to be made first.
+#: How often in a row one call may find that something has to be made first; then it has failed.
 PREPARATIONS = 8
 FIRST_WAIT_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 5.0
@@ -163,13 +163,15 @@ class Store:
         failures = prepared = 0
         while True:
             try:
-                with connect() as connection:
-                    return function(connection, *args, **kwargs)
-            except Unready as unready:
-                prepared += 1
-                if prepared > PREPARATIONS:
-                    raise StoreError(f"{unready} changes all the time; try again", True) from None
-                missing = unready
+                try:
+                    with connect() as connection:
+                        return function(connection, *args, **kwargs)
+                except Unready as unready:
+                    prepared += 1
+                    if prepared % PREPARATIONS == 0:
+                        changes = f"{unready} changes all the time; try again"
+                        raise StoreError(changes, retryable=True) from None
+                    missing = unready
             except (StoreError, SchemaError) as error:
                 failures += 1
                 if tries is None:

@@ -59,7 +59,8 @@ def reserve(
     :param note_refusal: count a refusal in the reports.
     :raises UnknownBudget: where a budget does not exist.
     :raises RequestConflict: where the request's id is in use for another request.
-    :raises Unready: where a budget has to be made of its template, or a window opened, before.
+    :raises Unready: where a budget has to be made of its template, or a window opened, before; and
+        where the budgets were given other parents meanwhile.
     """
     if connection.dialect.name == "postgresql":
         tried = _reserve_postgresql(

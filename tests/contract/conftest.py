@@ -10,6 +10,7 @@ import pytest
 from celery_budget import reconcile
 from celery_budget.settings import Settings
 from celery_budget.store import Store, migrate
+from tests.contract.racers import OneTry, racing_url
 from tests.contract.support import Ledger
 
 STORES = [
@@ -53,3 +54,15 @@ def funded(ledger: Ledger) -> Ledger:
     """A ledger whose budget ``b`` has 100 tokens."""
     ledger.set("b", 100)
     return ledger
+
+
+@pytest.fixture
+def racing(funded: Ledger) -> Iterator[Ledger]:
+    """A ledger on which a deadlock or a time-out is an error and not a second try."""
+    whole = funded.store
+    funded.store = racer = OneTry(racing_url(funded.settings.database_url))
+    before = racer.deadlocks()
+    yield funded
+    assert racer.deadlocks() == before
+    racer.dispose()
+    funded.store = whole

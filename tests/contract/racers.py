@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any
+
+import sqlalchemy as sa
 
 from celery_budget import settlement
 from celery_budget.core.reservations import Outcome, Refused, Reserved
@@ -17,14 +20,80 @@ from celery_budget.store import Store
 from tests.contract.support import RETURNED, Ledger
 
 WAIT_SECONDS = 60
+#: What the sessions of a race are called.
+RACER = "racer"
+
+
+def racing_url(url: str) -> str:
+    """The same database, for sessions that are called :data:`RACER`."""
+    made = sa.make_url(url)
+    if made.get_backend_name() == "postgresql":
+        made = made.update_query_dict({"application_name": RACER})
+    return made.render_as_string(hide_password=False)
+
+
+def wait_for_waiting(store: Store, count: int = 1) -> None:
+    """Return when that many sessions of the database wait for a lock."""
+    waiting = sa.text(
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until:
+        with store.statement() as connection:
+            if connection.execute(waiting).scalar_one() >= count:
+                return
+    raise AssertionError(f"{count} should wait for a lock and do not")
+
+
+class Beside:
+    """One call in a thread of its own, beside what the test does meanwhile."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._thread = threading.Thread(target=self._run, args=(call,))
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._result = call()
+        except BaseException as error:  # noqa: BLE001 - raised by result
+            self._result = error
+
+    def result(self) -> Any:
+        """Wait for its end; what it returned."""
+        self._thread.join(WAIT_SECONDS)
+        assert not self._thread.is_alive()
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
 
 
 class OneTry(Store):
-    """A store that tries once, so that a deadlock is seen and not tried again."""
+    """A store that tries once, so that a deadlock is seen and not tried again.
+
+    What has to be made first is made.
+    """
 
     def _retry(self, connect: Any, tries: Any, stop: Any, function: Any, *a: Any, **k: Any) -> Any:
-        with connect() as connection:
-            return function(connection, *a, **k)
+        return super()._retry(connect, 1, None, function, *a, **k)
+
+    def deadlocks(self) -> int:
+        """How many deadlocks the server has counted in this database, ours being told."""
+        if self.dialect == "sqlite":
+            return 0
+        self.dispose()
+        told = sa.text(
+            "SELECT deadlocks, (SELECT count(*) FROM pg_stat_activity a WHERE a.datname = d.datname"
+            " AND a.application_name = :name AND a.pid <> pg_backend_pid()) AS others"
+            " FROM pg_stat_database d WHERE d.datname = current_database()"
+        )
+        while True:
+            # A session tells at its end at the latest.
+            with self.statement() as connection:
+                row = connection.execute(told, {"name": RACER}).one()
+            if row.others == 0:
+                return int(row.deadlocks)
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -148,3 +217,16 @@ def refuse_often(number: int, barrier: Barrier, settings: Settings, times: int) 
     ledger = Ledger(Store(settings.database_url), settings)
     barrier.wait(WAIT_SECONDS)
     return sum(isinstance(ledger.admit(ledger.request(101)), Refused) for _ in range(times))
+
+
+def use_first_in_rounds(
+    number: int, barrier: Barrier, settings: Settings, rounds: int
+) -> list[bool]:
+    """Draw 4 from each round's tenant, unseen so far, at the same moment as everybody else."""
+    ledger = Ledger(OneTry(settings.database_url), settings)
+    admitted = []
+    for one in range(rounds):
+        barrier.wait(WAIT_SECONDS)
+        outcome = ledger.admit(ledger.request(4, budget=f"tenant:{one}"))
+        admitted.append(isinstance(outcome, Reserved))
+    return admitted

@@ -439,6 +439,23 @@ def test_several_are_told_and_put_right_in_order(ledger: Ledger) -> None:
     assert ledger.balances("a", "b", "c") == [(10, 5), (10, 0), (10, 0)]
 
 
+def test_a_balance_that_cannot_be_is_left_and_the_others_are_put_right(ledger: Ledger) -> None:
+    for name in ("a", "b"):
+        ledger.set(name, None)
+        request = ledger.reserve(10, budget=name)
+        ledger.reserve(1, budget=name)
+        ledger.put("balances", {"reserved": 0}, budget=name)
+        if name == "a":
+            wrong = request
+            ledger.put("lines", {"reserved": MAX_AMOUNT}, reservation_id=request.reservation_id)
+    assert len(mismatches(ledger)) == 2
+    assert repair(ledger) == ("budget 'b' was rebuilt from its lines",)
+    [said] = mismatches(ledger)
+    assert f"budget 'a' says 0 reserved and 0 spent, its lines add up to {MAX_AMOUNT + 1}" in said
+    ledger.put("lines", {"reserved": 10}, reservation_id=wrong.reservation_id)
+    assert repair(ledger) == ("budget 'a' was rebuilt from its lines",)
+
+
 def test_what_is_wrong_with_a_request_is_told_and_left(funded: Ledger) -> None:
     request, attempt = funded.start(10)
     attempt.record(4)

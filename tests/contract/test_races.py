@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Re
 from celery_budget.settlement import Attempt
 from celery_budget.store import budgets, outbox, schema
 from tests.contract.racers import (
-    OneTry,
     Processes,
     at_once,
     live_in_threads,
@@ -23,16 +21,6 @@ from tests.contract.racers import (
 from tests.contract.support import RETRIED, RETURNED, Ledger, message_of
 
 ROUNDS = 50
-
-
-@pytest.fixture
-def racing(funded: Ledger) -> Iterator[Ledger]:
-    """A ledger on which a deadlock or a time-out is an error and not a second try."""
-    whole = funded.store
-    funded.store = OneTry(funded.settings.database_url)
-    yield funded
-    funded.store.dispose()
-    funded.store = whole
 
 
 @pytest.mark.parametrize("request_id", [None, "order"])

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
 from celery_budget.store import Store, budgets, engine, migrate, schema
+from celery_budget.store.unready import Unready
 from tests.contract.support import Ledger
 
 
@@ -52,6 +53,35 @@ def test_a_worker_waits_for_as_long_as_it_takes(store: Store) -> None:
     stop.set()
     with pytest.raises(StoreError):
         store.wait_out(stop, failing(1))
+
+
+def unready(times: int) -> Any:
+    """A function that has something made first ``times`` times."""
+
+    def function(connection: sa.Connection) -> int:
+        function.calls += 1  # type: ignore[attr-defined]
+        if function.calls <= times:  # type: ignore[attr-defined]
+            raise Unready("a budget", lambda other: made.append(other is not connection))
+        return len(made)
+
+    made: list[bool] = []
+    function.calls = 0  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_has_to_be_made_first_is_made_in_a_transaction_of_its_own(store: Store) -> None:
+    assert store.run(unready(3)) == 3
+    assert store.run_statement(unready(3)) == 3
+    with pytest.raises(StoreError, match="changes all the time") as caught:
+        store.run(unready(999))
+    assert caught.value.retryable
+    # A worker goes on for as long as it takes.
+    stop = threading.Event()
+    assert store.wait_out(stop, unready(99)) > 80
+    stop.set()
+    with pytest.raises(StoreError):
+        store.wait_out(stop, unready(999))
 
 
 def test_what_cannot_pass_is_not_tried_again(store: Store) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import sqlalchemy as sa
@@ -17,15 +16,6 @@ from celery_budget.errors import SchemaError
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets, migrate, schema
 from tests.contract.support import Ledger
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def empty(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A store whose database has no tables."""
-    name = "sqlite_url" if request.param == "sqlite" else "postgres_url"
-    store = Store(request.getfixturevalue(name))
-    yield store
-    store.dispose()
 
 
 def names(connection: sa.Connection) -> set[str]:
