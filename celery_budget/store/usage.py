@@ -42,7 +42,7 @@ def record(
     total passes the hold (the excess is added to it at once, over the limit if need be, and
     flagged) or where the reservation has ended (it is charged at once, as late).
 
-    :param unit: what is counted; none for the unit of the budget that the request named first. A
+    :param unit: what is counted; none for the unit of the first budget that is charged by use. A
         key stands for one record of each unit.
     :raises PolicyError: where the request draws on no budget that is charged by use in that unit.
     :raises InvalidAmount: where the total would leave 64 bits.
@@ -50,15 +50,7 @@ def record(
     row = lock(connection, root, reservation_id)
     if row is None:
         raise LookupError(f"reservation {reservation_id} is not in the ledger")
-    of = lines_of(connection, root, reservation_id)
-    unit = of[0].unit if unit is None else unit
-    metered = [line for line in of if line.unit == unit and line.charge == USED]
-    if not metered:
-        known = ", ".join(sorted({line.unit for line in of if line.charge == USED}))
-        raise PolicyError(
-            f"task {row.task_id} draws on no budget that is charged what it uses of {unit!r}; "
-            f"it can record {known or 'nothing'}"
-        )
+    unit, metered = _metered(connection, root, reservation_id, unit)
     ended = row.state in TERMINAL
     inserted = insert_new(
         connection,
@@ -92,6 +84,27 @@ def record(
             .values(over=True)
         )
     return Recorded(late=ended, over=over)
+
+
+def _metered(
+    connection: Connection, root: str, reservation_id: uuid.UUID, unit: str | None
+) -> tuple[str, list[sa.Row[Any]]]:
+    """Return a unit, by default the first, and the lines that are charged what is used of it.
+
+    :raises PolicyError: where there are none.
+    """
+    by_use = [line for line in lines_of(connection, root, reservation_id) if line.charge == USED]
+    if unit is None and by_use:
+        unit = by_use[0].unit
+    metered = [line for line in by_use if line.unit == unit]
+    if unit is None or not metered:
+        known = ", ".join(sorted({line.unit for line in by_use}))
+        of_unit = "" if unit is None else f" of {unit!r}"
+        raise PolicyError(
+            f"the task draws on no budget that is charged what it uses{of_unit}; it can record "
+            f"and extend {known or 'nothing'}"
+        )
+    return unit, metered
 
 
 def _charge_late(
@@ -179,14 +192,7 @@ def extend(
     :param key: makes a repeat of the same call by the same attempt change nothing.
     :raises PolicyError: as :func:`record`.
     """
-    of = lines_of(connection, root, reservation_id)
-    unit = of[0].unit if unit is None else unit
-    longer = [line for line in of if line.unit == unit and line.charge == USED]
-    if not longer:
-        raise PolicyError(
-            f"the task draws on no budget that is charged what it uses of {unit!r}; there is "
-            "nothing to extend"
-        )
+    unit, longer = _metered(connection, root, reservation_id, unit)
     inserted = insert_new(
         connection,
         extensions,

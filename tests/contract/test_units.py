@@ -190,9 +190,9 @@ def test_a_unit_it_does_not_draw_on_by_use_is_an_error(
 def test_nothing_can_be_recorded_where_all_is_charged_at_the_start(three: Ledger) -> None:
     _, attempt = started(three, Line("calls", 1, "start"))
     before = three.dump()
-    with pytest.raises(PolicyError, match="it can record nothing"):
+    with pytest.raises(PolicyError, match="it can record and extend nothing"):
         attempt.record(1)
-    with pytest.raises(PolicyError, match="nothing to extend"):
+    with pytest.raises(PolicyError, match="it can record and extend nothing"):
         attempt.extend(1)
     assert three.dump() == before
     attempt.end(RETURNED)
