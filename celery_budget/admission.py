@@ -140,8 +140,9 @@ def admit_parked(
     """Look at parked work, what waited longest since its last look first, and admit what fits.
 
     Each in a transaction of its own, so that what is admitted does not wait for the others. What
-    waited longer than it may is given up: the result is stored first, so that a crash in between
-    comes back here.
+    cannot be decided (a budget that is gone, an id that is in use for something else) changes
+    nothing and waits until its time is over. What waited longer than it may is given up: the result
+    is stored first, so that a crash in between comes back here.
 
     :param ended: called with the task id and the reason for each that is given up.
     :return: how much was admitted.
@@ -155,12 +156,16 @@ def admit_parked(
                 logger.exception("the result of task %s could not be stored", row.task_id)
                 continue
             store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id)
-        elif store.run(
-            continuations.try_parked,
-            settings.root,
-            row.parked_id,
-            row.reservation_id,
-            settings.lock_ms,
-        ):
-            admitted += 1
+            continue
+        try:
+            admitted += store.run(
+                continuations.try_parked,
+                settings.root,
+                row.parked_id,
+                row.reservation_id,
+                settings.lock_ms,
+            )
+        except Exception:
+            logger.warning("task %s stays parked; it is tried again", row.task_id, exc_info=True)
+            store.run(parked.touch, settings.root, row.parked_id)
     return admitted

@@ -205,8 +205,8 @@ class BudgetExceeded(BudgetError):
     :param spent: used for good.
     :param reason: ``exhausted`` (what is spent leaves no room), ``held`` (it would fit if what is
         held came back), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
-    :param most: up to what this request could have filled the budget; below the limit where a stop
-        is in force.
+    :param most: up to which total of reserved and spent this request could have filled the budget:
+        the limit, or the part of it at which its soft or hard stop is.
     """
 
     def __init__(
@@ -233,11 +233,17 @@ class BudgetExceeded(BudgetError):
         self.most = most
 
     def __str__(self) -> str:
-        stop = f", of which this request may fill {self.most}" if self.most < self.limit else ""
+        why = _REASONS.get(self.reason, self.reason)
+        if self.reason == "exhausted" and self.requested > self.most:
+            why = "can never hold that much"
+        stop = ""
+        if self.most < self.limit:
+            stop = f", but work of this kind stops at a total of {self.most},"
         return (
-            f"budget {self.budget!r} {_REASONS.get(self.reason, self.reason)}: {self.available} of "
-            f"{self.limit} {self.unit} available{stop} "
-            f"({self.reserved} reserved, {self.spent} spent) and {self.requested} were requested; "
+            f"budget {self.budget!r} {why}: {self.available} of "
+            f"{self.limit} {self.unit} available "
+            f"({self.reserved} reserved, {self.spent} spent){stop} "
+            f"and {self.requested} were requested; "
             f"see 'celery -A PROJ budget show {shlex.quote(self.budget)}'"
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from celery_budget import admission, recovery, relay
@@ -85,8 +86,23 @@ class RelayService:
 
 
 def sweep(budget: CeleryBudget, upkeep: Upkeep) -> None:
-    """Run every periodic step once: windows, parked work, then recovery."""
-    upkeep.run_once()
+    """Run every periodic step once: windows, parked work, then recovery.
+
+    One that fails does not keep the others from their work; the first error is raised afterwards.
+    """
     results = BackendResults(budget.app)
-    admission.admit_parked(budget.store, budget.settings, results.ended)
-    recovery.run_once(budget.store, budget.settings, results)
+    steps: tuple[Callable[[], object], ...] = (
+        upkeep.run_once,
+        lambda: admission.admit_parked(budget.store, budget.settings, results.ended),
+        lambda: recovery.run_once(budget.store, budget.settings, results),
+    )
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            if first is not None:
+                logger.exception("another step of the sweep failed; it is tried again")
+            first = first or error
+    if first is not None:
+        raise first

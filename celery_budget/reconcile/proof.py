@@ -61,6 +61,11 @@ def prove(connection: Connection, root: str) -> Reconciliation:
         for row in reports.mismatched_lines(connection, root)
     ]
     found += [
+        f"a line on {row.budget!r} holds {row.reserved} and charged {row.settled}, and its request "
+        f"{row.reservation_id} is gone"
+        for row in reports.orphaned_lines(connection, root)
+    ]
+    found += [
         f"task {row.task_id} used {row.used} of {row.budget!r} by its line and "
         f"{row.recorded} by its usage records"
         for row in reports.mismatched_usage(connection, root)

@@ -196,7 +196,7 @@ def declare(
         .values(**_columns(budget), updated_us=now_us())
     )
     if before.period != budget.period and not is_template(budget.name):
-        windows.cut(connection, root, budget.name, budget.period)
+        windows.retime(connection, root, budget.name, budget.period)
     return True
 
 
@@ -392,19 +392,19 @@ def templates_for(
 ) -> dict[str, tuple[str, Budget]]:
     """Return for each name that a template stands for that template, and the budget it makes.
 
-    Of several it is the one with the most literal characters, then the first by name.
+    Of several it is the one with the most literal characters, then the first by name. Where that
+    one is closed there is none: its names do not fall to a wider one.
     """
     rows = connection.execute(
-        sa.select(budgets).where(
-            budgets.c.root == root, budgets.c.state == OPEN, budgets.c.name.contains("*")
-        )
-    )
+        sa.select(budgets).where(budgets.c.root == root, budgets.c.name.contains("*"))
+    ).all()
+    is_open = {row.name: row.state == OPEN for row in rows}
     templates = sorted(map(_budget, rows), key=_least_literal)
     found = {}
     for name in names:
         made = ((one.name, one.made_for(name)) for one in templates)
         first = next(((template, budget) for template, budget in made if budget is not None), None)
-        if first is not None:
+        if first is not None and is_open[first[0]]:
             found[name] = first
     return found
 
@@ -427,6 +427,13 @@ def make(connection: Connection, root: str, name: str, below: tuple[str, ...] = 
     if name in below or len(below) > MAX_DEPTH:
         raise InvalidBudget(f"the templates of {below[0]!r} lead to no end of parents")
     template, budget = found
+    above = budget.parent
+    if (
+        above is not None
+        and find(connection, root, above) is None
+        and not make(connection, root, above, (*below, name))
+    ):
+        raise UnknownBudget(above)
     declare(connection, root, budget, template=template, below=below)
     return True
 

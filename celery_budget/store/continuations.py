@@ -29,7 +29,6 @@ from celery_budget.core.reservations import (
     ReserveRequest,
     Running,
 )
-from celery_budget.errors import BudgetError
 from celery_budget.store import outbox, parked
 from celery_budget.store.requests import note_given_up, reserve
 from celery_budget.store.reservations import (
@@ -207,28 +206,27 @@ def try_parked(
     """Admit one parked row if it fits now.
 
     Locks the reservation it belongs to, the parked row, then as :func:`reserve`. Two sweeps at
-    once: the second passes the locked row by. A budget that is gone, or an id that is in use for
-    something else, counts as not fitting: it waits until its time is over.
+    once: the second passes the locked row by.
+
+    :raises BudgetError: for what cannot be decided, as by :func:`reserve`. Nothing of it may be
+        committed: the caller rolls back, and sees to it that others come first then.
     """
     held = None if reservation_id is None else lock(connection, root, reservation_id)
     row = parked.lock_parked(connection, root, parked_id)
     if row is None:
         return False
     request, message = parked.request_of(row), outbox.message_of(row, row.due_us)
-    try:
-        if reservation_id is None:
-            fits = not isinstance(
-                reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms), Refused
-            )
-        elif held is None or held.state in TERMINAL:
-            fits = True
-        else:
-            fits = _hold_next(connection, request)
-            if fits:
-                running = held.state == "running" and held.attempts == row.after_attempt
-                _write_next(connection, request, message, row.after_attempt, running)
-    except BudgetError:
-        fits = False
+    if reservation_id is None:
+        fits = not isinstance(
+            reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms), Refused
+        )
+    elif held is None or held.state in TERMINAL:
+        fits = True
+    else:
+        fits = _hold_next(connection, request)
+        if fits:
+            running = held.state == "running" and held.attempts == row.after_attempt
+            _write_next(connection, request, message, row.after_attempt, running)
     if fits:
         parked.unpark(connection, root, parked_id)
     else:

@@ -37,6 +37,7 @@ __all__ = [
     "mismatched_lines",
     "mismatched_usage",
     "open_work",
+    "orphaned_lines",
     "overdue_us",
     "story",
     "unreachable",
@@ -267,6 +268,20 @@ def mismatched_lines(connection: Connection, root: str) -> Rows:
             .join(lines, _same_reservation(lines))
             .where(reservations.c.root == root, wrong)
             .order_by(reservations.c.reservation_id)
+        )
+    )
+
+
+def orphaned_lines(connection: Connection, root: str) -> Rows:
+    """Return lines whose reservation is not there: nothing gives back what they hold."""
+    return list(
+        connection.execute(
+            sa.select(lines.c.reservation_id, lines.c.budget, lines.c.reserved, lines.c.settled)
+            .where(
+                lines.c.root == root,
+                ~sa.exists().where(reservations.c.root == root, _same_reservation(lines)),
+            )
+            .order_by(lines.c.reservation_id, lines.c.line)
         )
     )
 

@@ -1,6 +1,7 @@
 """Windows: one row for each budget and stretch of time, made ahead or when first drawn on.
 
-The windows of a budget follow one another without overlap: another period begins a new window now.
+The windows of a budget follow one another without overlap: another period moves the end of the one
+that is open.
 A window is made in a transaction of its own, never in one that goes on: whoever comes second waits
 for that short one, and not for a caller's.
 """
@@ -19,13 +20,13 @@ from celery_budget.store.schema import adjustments, balances, budgets, instant, 
 __all__ = [
     "Gone",
     "ahead",
-    "cut",
     "insert_window",
     "open_window",
     "period_of",
     "prune",
     "read_now",
     "restore_window",
+    "retime",
 ]
 
 
@@ -115,24 +116,27 @@ def restore_window(connection: Connection, root: str, name: str, start_us: int) 
     insert_window(connection, root, name, start_us, min(end_us, following or end_us))
 
 
-def cut(connection: Connection, root: str, name: str, period: Period) -> None:
-    """End the window of ``name`` that is open and begin one of ``period`` now.
+def retime(connection: Connection, root: str, name: str, period: Period) -> None:
+    """Let the window of ``name`` that is open end where one of ``period`` would.
 
-    The caller holds the budget's row and its balances. What was made ahead and drawn on by nobody
-    goes. One that was drawn on stays, even where it has only just begun by a clock that has not
-    moved since, or was set back: the new one begins right after it did.
+    What was spent in it stays: nobody gets a new allowance by another period, time zone or anchor
+    day. The caller holds the budget's row and its balances. What was made ahead goes, unless it was
+    drawn on by a clock that was set back; then the window ends where that begins.
     """
     mine = sa.and_(balances.c.root == root, balances.c.budget == name)
     now = read_now(connection)
-    later = sa.select(balances.c.window_us).where(mine, balances.c.window_us >= now)
-    for window_us in connection.execute(later).scalars().all():
+    ahead_of_now = sa.select(balances.c.window_us).where(mine, balances.c.window_us > now)
+    for window_us in connection.execute(ahead_of_now).scalars().all():
         _prune_one(connection, root, name, window_us)
-    last = connection.execute(sa.select(sa.func.max(balances.c.window_us)).where(mine)).scalar()
-    begin = now if last is None else max(now, last + 1)
+    following = connection.execute(
+        sa.select(sa.func.min(balances.c.window_us)).where(mine, balances.c.window_us > now)
+    ).scalar()
+    ends = period.window(now).end_us
     connection.execute(
-        balances.update().where(mine, balances.c.end_us > begin).values(end_us=begin)
+        balances.update()
+        .where(mine, balances.c.window_us <= now, balances.c.end_us > now)
+        .values(end_us=ends if following is None else min(ends, following))
     )
-    insert_window(connection, root, name, begin, period.window(begin).end_us)
 
 
 def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int:
