@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest, Tried
+from celery_budget.errors import BudgetError
 from celery_budget.settings import Settings
 from celery_budget.store import (
     Store,
@@ -165,7 +166,15 @@ def admit_parked(
                 row.reservation_id,
                 settings.lock_ms,
             )
-        except Exception:
-            logger.warning("task %s stays parked; it is tried again", row.task_id, exc_info=True)
+        except Exception as error:
+            # Told with every pass: an error of ours says enough in one line.
+            ours = isinstance(error, BudgetError)
+            logger.log(
+                logging.INFO if ours else logging.ERROR,
+                "task %s stays parked: %s",
+                row.task_id,
+                error,
+                exc_info=not ours,
+            )
             store.run(parked.touch, settings.root, row.parked_id)
     return admitted

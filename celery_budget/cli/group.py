@@ -12,7 +12,7 @@ from celery.bin.base import CeleryOption, handle_preload_options
 from click_didyoumean import DYMGroup
 from rich.console import RenderableType
 
-from celery_budget.errors import BudgetError, NotInstalled
+from celery_budget.errors import BudgetError, InvalidName, InvalidPeriod, NotInstalled
 from celery_budget.integration.context import find_installed
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
@@ -21,15 +21,27 @@ from celery_budget.render.text import as_text, printable
 __all__ = ["budget", "installed_of", "json_option", "show"]
 
 
+class WrongUse(click.ClickException):
+    """The command line is wrong, whatever the ledger has in it."""
+
+    exit_code = 2
+
+
 class BudgetGroup(DYMGroup):
-    """The one place where this package's errors become a line and exit status 1."""
+    """The one place where errors become a line and an exit status: 2 for wrong use, else 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand."""
         try:
             return super().invoke(ctx)
+        except (InvalidName, InvalidPeriod) as error:
+            raise WrongUse(printable(str(error))) from error
         except BudgetError as error:
             raise click.ClickException(printable(str(error))) from error
+        except click.UsageError as error:
+            told = " ".join(error.format_message().split())
+            command = (error.ctx or ctx).command_path
+            raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
 
 
 @click.group(cls=BudgetGroup)

@@ -130,7 +130,8 @@ def repair(store: Store, settings: Settings) -> tuple[str, ...]:
 
     Each in a transaction of its own, behind the balance's lock, with an entry in its journal. What
     is wrong between requests and their lines is not put right by this: nobody can know which of
-    them is. Nor is a balance whose lines add up to what none can be; it is left, and told again.
+    them is. Nor is a balance that its journal leads to and its lines do not (a line is wrong), or
+    whose lines add up to what none can be; it is left, and told again.
     """
     rebuilt = []
     for key in store.read(_wrong_balances, settings.root):

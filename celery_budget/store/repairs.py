@@ -18,7 +18,10 @@ __all__ = ["rebuild"]
 
 
 def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
-    """Make a balance what its lines and adjustments add up to; false where nothing was wrong.
+    """Make a balance what its lines and adjustments add up to; false where nothing was changed.
+
+    Nothing is where balance and journal agree against the lines: two witnesses say that a line is
+    wrong, and to follow it would charge for what nobody used.
 
     Whoever changes a line changes its balance first: behind the lock of the balance, which this
     takes, the sum stands still. The journal is told in an entry that stands for all before it.
@@ -40,7 +43,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
         )
     entries = of_balance(root, key.budget, key.window_us, key.stripe)
     told = reads(connection, entries)
-    if (row.reserved, row.spent) == (reserved, spent) and told == (reserved, spent, row.entries):
+    if told == (row.reserved, row.spent, row.entries):
         return False
     last = connection.execute(sa.select(sa.func.max(journal.c.entry)).where(entries)).scalar()
     entry = max(row.entries, last or 0) + 1

@@ -234,9 +234,10 @@ def test_a_long_life_is_rebuilt_from_it(funded: Ledger) -> None:
     assert mismatches(funded) == ()
 
 
-def test_a_changed_period_begins_another_journal(funded: Ledger) -> None:
-    _, attempt = funded.start(10)
+def test_each_window_has_a_journal_of_its_own(funded: Ledger) -> None:
     funded.set("b", 100, period="day")
+    _, attempt = funded.start(10)
+    funded.age("b", 2 * 86_400_000_000)
     funded.reserve(3)
     attempt.end(RETURNED)
     first, second = funded.windows()
@@ -356,8 +357,6 @@ SAYS = "budget 'b' says 10 reserved and 4 spent"
         ("balances", {"reserved": 9}, {}, ["says 9 reserved", "add up to 10 and 4", "to 10 and 4"]),
         ("balances", {"spent": 5}, {}, ["says 10 reserved and 5 spent", "add up to 10 and 4"]),
         ("balances", {"entries": 2}, {}, [SAYS, "lines agree", "entry of its journal is missing"]),
-        ("lines", {"reserved": 11}, {"reserved": 10}, [SAYS, "add up to 11 and 4"]),
-        ("lines", {"settled": 5}, {"settled": 4}, [SAYS, "add up to 10 and 5"]),
         ("journal", {"reserved": 11}, {"entry": 1}, [SAYS, "entry of its journal was changed"]),
         ("journal", {"spent_after": 5}, {"entry": 2}, [SAYS, "entry of its journal was changed"]),
         ("journal", {"reserved_after": 0}, {"entry": 3}, [SAYS, "was changed"]),
@@ -410,6 +409,27 @@ def test_each_corruption_is_named_and_put_right(
     assert held is not None
 
 
+@pytest.mark.parametrize(
+    ("values", "where", "said"),
+    [
+        ({"reserved": 11}, {"reserved": 10}, "add up to 11 and 4, its journal agrees"),
+        ({"settled": 5}, {"settled": 4}, "add up to 10 and 5, its journal agrees"),
+    ],
+)
+def test_a_wrong_line_is_named_and_the_balance_does_not_follow_it(
+    funded: Ledger, values: dict[str, Any], where: dict[str, Any], said: str
+) -> None:
+    _settle(funded)
+    funded.reserve(10)
+    funded.put("lines", values, **where)
+    [found] = mismatches(funded)
+    assert SAYS in found
+    assert said in found
+    assert repair(funded) == ()
+    assert mismatches(funded) == (found,)
+    funded.put("lines", where, **values)
+
+
 def test_a_lost_window_ends_when_it_did(ledger: Ledger) -> None:
     ledger.set("b", 100, period="day")
     ledger.reserve(10)
@@ -420,6 +440,8 @@ def test_a_lost_window_ends_when_it_did(ledger: Ledger) -> None:
     assert ledger.balance() == (10, 0)
     ledger.reserve(90)
     # One of a period that is not known any more ends no later than the next begins.
+    ledger.age("b", 86_400_000_000)
+    ledger.reserve(5)
     ledger.set("b", 100, period="month")
     first, second = ledger.windows()
     _delete(ledger, "balances", window_us=first[0])
@@ -465,6 +487,19 @@ def test_what_is_wrong_with_a_request_is_told_and_left(funded: Ledger) -> None:
     assert repair(funded) == ()
     assert mismatches(funded) == (said,)
     funded.put("lines", {"used": 4}, reservation_id=request.reservation_id)
+
+
+def test_a_line_whose_request_is_gone_is_told(funded: Ledger) -> None:
+    funded.conserved = False
+    request = funded.reserve(10)
+    funded.store.run(
+        lambda connection: connection.execute(
+            schema.reservations.delete().where(schema.reservations.c.root == funded.root)
+        )
+    )
+    [told] = reconcile.reconcile(funded.store, funded.settings).mismatches
+    assert "'b' holds 10 and charged 0" in told
+    assert str(request.reservation_id) in told
 
 
 def test_a_repair_is_right_beside_what_goes_on(funded: Ledger) -> None:

@@ -44,14 +44,11 @@ class Done:
 
     def failed(self, code: int, said: str) -> bool:
         """Whether it ended so, with nothing but one line of error that says so."""
-        lines = self.err.splitlines()
-        usage = 3 if code == 2 else 0
+        [line, *more] = self.err.splitlines() or [""]
         return (
-            self.code == code
-            and self.out == ""
-            and len(lines) == usage + 1
-            and lines[-1].startswith("Error: ")
-            and said in lines[-1]
+            (self.code, self.out, more) == (code, "", [])
+            and line.startswith("Error: ")
+            and said in line
         )
 
 

@@ -113,18 +113,20 @@ def test_set_refuses_what_is_no_limit_and_changes_nothing(shop: Shop, run: Run, 
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "said", "code"),
     [
-        (["new", "--limit", "1"], "'new' is new; say what it counts"),
-        (["", "--limit", "1", "--unit", "x"], "has 1 to 255 characters"),
-        (["a\tb", "--limit", "1", "--unit", "x"], "no control characters"),
-        (["new", "--limit", "1", "--unit", ""], "unit has 1 to 255 characters"),
+        (["new", "--limit", "1"], "'new' is new; say what it counts", 1),
+        (["", "--limit", "1", "--unit", "x"], "has 1 to 255 characters", 2),
+        (["a\tb", "--limit", "1", "--unit", "x"], "no control characters", 2),
+        (["new", "--limit", "1", "--unit", ""], "unit has 1 to 255 characters", 2),
     ],
 )
-def test_set_refuses_what_is_no_budget(shop: Shop, run: Run, args: list[str], said: str) -> None:
+def test_set_refuses_what_is_no_budget(
+    shop: Shop, run: Run, args: list[str], said: str, code: int
+) -> None:
     before = shop.ledger()
     done = run(shop.app, "set", *args)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (code, "")
     assert said in done.err
     assert shop.ledger() == before
 

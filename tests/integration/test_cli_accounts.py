@@ -113,20 +113,28 @@ def test_grant_of_what_cannot_be_is_wrong_use(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "code"),
     [
-        (["tenant:a", "0"], "a grant of 0 grants nothing; give an integer from 1"),
-        (["tenant:a", "5", "--for", "0s"], "the end of the grant has passed already"),
-        (["tenant:a", "5", "--until", "1969-01-01T00:00:00Z"], "has passed already; give a later"),
-        (["tenant:a", "5", "--key", ""], "a grant's key has 1 to 255 characters"),
-        (["tenant:a", "5", "--reason", "a\tb"], "the reason of a grant has no control characters"),
-        (["nobody", "5"], "there is no budget named 'nobody'"),
-        (["user:*", "5"], "names a template"),
+        (["tenant:a", "0"], "a grant of 0 grants nothing; give an integer from 1", 1),
+        (["tenant:a", "5", "--for", "0s"], "the end of the grant has passed already", 1),
+        (
+            ["tenant:a", "5", "--until", "1969-01-01T00:00:00Z"],
+            "has passed already; give a later",
+            1,
+        ),
+        (["tenant:a", "5", "--key", ""], "a grant's key has 1 to 255 characters", 2),
+        (
+            ["tenant:a", "5", "--reason", "a\tb"],
+            "the reason of a grant has no control characters",
+            2,
+        ),
+        (["nobody", "5"], "there is no budget named 'nobody'", 1),
+        (["user:*", "5"], "names a template", 2),
     ],
 )
-def test_grant_is_refused(shop: Shop, run: Run, options: list[str], said: str) -> None:
+def test_grant_is_refused(shop: Shop, run: Run, options: list[str], said: str, code: int) -> None:
     before = shop.ledger()
-    assert run(shop.app, "grant", *options, "--json").failed(1, said)
+    assert run(shop.app, "grant", *options, "--json").failed(code, said)
     assert shop.ledger() == before
 
 
@@ -184,17 +192,17 @@ def test_adjust_of_what_cannot_be_is_wrong_use(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "code"),
     [
-        (["tenant:a", "--refund", "1", "--reason", "x"], "has spent 0 in its present window; 1"),
-        (["tenant:a", "--charge", "0", "--reason", "x"], "an integer from 1 to 2^63-1"),
-        (["tenant:a", "--charge", "1", "--reason", ""], "has 1 to 255 characters"),
-        (["nobody", "--charge", "1", "--reason", "x"], "there is no budget named 'nobody'"),
+        (["tenant:a", "--refund", "1", "--reason", "x"], "has spent 0 in its present window; 1", 1),
+        (["tenant:a", "--charge", "0", "--reason", "x"], "an integer from 1 to 2^63-1", 1),
+        (["tenant:a", "--charge", "1", "--reason", ""], "has 1 to 255 characters", 2),
+        (["nobody", "--charge", "1", "--reason", "x"], "there is no budget named 'nobody'", 1),
     ],
 )
-def test_adjust_is_refused(shop: Shop, run: Run, options: list[str], said: str) -> None:
+def test_adjust_is_refused(shop: Shop, run: Run, options: list[str], said: str, code: int) -> None:
     before = shop.ledger()
-    assert run(shop.app, "adjust", *options, "--json").failed(1, said)
+    assert run(shop.app, "adjust", *options, "--json").failed(code, said)
     assert shop.ledger() == before
 
 

@@ -149,22 +149,22 @@ def test_set_refuses_what_cannot_be_a_term(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "code"),
     [
-        (["--timezone", "Berlin"], "there is no time zone 'Berlin'"),
-        (["--anchor-day", "2"], "the anchor day of the period 'total' is always 1"),
-        (["--soft-stop", "0.9", "--hard-stop", "0.8"], "is above its hard stop (0.8)"),
-        (["--limit", "10%"], "is 10% of its parent's, and it has none"),
-        (["--parent", "nobody"], "the parent 'nobody' of 'tenant:a' does not exist"),
-        (["--parent", "tenant:a"], "cannot be its own parent"),
-        (["--unit", "e\u0301"], "is in Unicode form NFC"),
+        (["--timezone", "Berlin"], "there is no time zone 'Berlin'", 2),
+        (["--anchor-day", "2"], "the anchor day of the period 'total' is always 1", 2),
+        (["--soft-stop", "0.9", "--hard-stop", "0.8"], "is above its hard stop (0.8)", 1),
+        (["--limit", "10%"], "is 10% of its parent's, and it has none", 1),
+        (["--parent", "nobody"], "the parent 'nobody' of 'tenant:a' does not exist", 1),
+        (["--parent", "tenant:a"], "cannot be its own parent", 1),
+        (["--unit", "e\u0301"], "is in Unicode form NFC", 2),
     ],
 )
 def test_set_refuses_what_cannot_be_together(
-    shop: Shop, run: Run, options: list[str], said: str
+    shop: Shop, run: Run, options: list[str], said: str, code: int
 ) -> None:
     before = shop.ledger()
-    assert run(shop.app, "set", "tenant:a", *options).failed(1, said)
+    assert run(shop.app, "set", "tenant:a", *options).failed(code, said)
     assert shop.ledger() == before
 
 
