@@ -1,7 +1,7 @@
 # One environment in .venv; stamps remember what was installed, so that a second run needs no network.
 #   make demo    needs only the package itself
 #   make test    installs the test and lint tools as well, into the same environment
-# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test and bench).
+# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test, simulate and bench), SEEDS (for simulate).
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ BASE := $(VENV)/.base-stamp
 FULL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test lint bench docs clean help
+.PHONY: setup demo test simulate lint bench docs clean help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
@@ -22,6 +22,9 @@ demo: $(BASE) ## run the demo (FILES="..." are passed on)
 
 test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on)
 	$(BIN)/python -m pytest $(ARGS)
+
+simulate: $(FULL) ## run the simulator of concurrent clients (SEEDS=7, SEEDS=1..1000)
+	SEEDS="$(or $(SEEDS),1..100)" $(BIN)/python -m pytest tests/simulation $(ARGS)
 
 lint: $(FULL) ## check style, format, types and the import contracts
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ A fault of the store never becomes a task's failure: claim, usage and settlement
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from celery_budget.store.lapses import REPLAY_LEASES
 
 __all__ = ["Attempt", "Delivery", "cancel", "claim", "renew", "revoke", "worker_lost"]
 
+
 MAX_KEY_LENGTH = 255
 
 
@@ -59,6 +61,10 @@ def claim(
             stop,
         )
     return claimed
+
+
+#: What PostgreSQL's text, or UTF-8, cannot hold.
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 
 @dataclass
@@ -122,9 +128,12 @@ class Attempt:
             with self._lock:
                 self._sequence += 1
                 return f"attempt:{self.number}:{self._sequence}"
-        if isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH:
+        if isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH and not _NO_TEXT.search(key):
             return f"key:{key}"
-        raise ValueError(f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters")
+        raise ValueError(
+            f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters that a database "
+            "can hold"
+        )
 
     def end(self, outcome: Outcome) -> bool:
         """End the attempt with ``outcome``; false where its fence is gone.

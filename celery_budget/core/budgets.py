@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
 import unicodedata
@@ -105,9 +106,25 @@ def match(template: str, name: str) -> tuple[str, ...] | None:
     Each stands for one or more characters other than ``/``, the earlier ones for as few as will
     do, so that ``tenant:*`` is not the template of ``tenant:acme/user:7``.
     """
-    pattern = "([^/]+?)".join(map(re.escape, template.split(WILDCARD)))
-    found = re.fullmatch(pattern, name, re.DOTALL)
-    return None if found is None else found.groups()
+    first, *literals = template.split(WILDCARD)
+
+    # Remembered, and no regular expression: with several wildcards that would try more ways than
+    # anybody waits for, and names come from outside.
+    @functools.cache
+    def values(number: int, begin: int) -> tuple[str, ...] | None:
+        """Return what the wildcards from ``number`` on stand for in the name from ``begin`` on."""
+        if number == len(literals):
+            return () if begin == len(name) else None
+        for end in range(begin + 1, len(name) + 1):
+            if name[end - 1] == "/":
+                return None
+            if name.startswith(literals[number], end):
+                others = values(number + 1, end + len(literals[number]))
+                if others is not None:
+                    return name[begin:end], *others
+        return None
+
+    return values(0, len(first)) if name.startswith(first) else None
 
 
 def filled(template: str, values: tuple[str, ...]) -> str:

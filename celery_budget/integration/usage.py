@@ -22,14 +22,15 @@ def record(amount: int, key: str | None = None, unit: str | None = None) -> bool
 
     :param amount: an integer from 0 to 2^63-1; several records add up.
     :param key: what makes this record one and the same when it is made again: best the provider's
-        id of the response. Without it each call counts anew. One key may have a record in each
-        unit.
+        id of the response. Text of 1 to 255 characters. Without it each call counts
+        anew. One key may have a record in each unit.
     :param unit: which of the units is counted that the task's budgets count; that of the first
         budget that is charged by use unless given. Every budget in it is charged that the task
         draws on.
     :return: false where ``key`` was recorded before, and nothing was added. Also false, with a
         warning in the log, where no budgeted task runs (a task's function called directly).
     :raises InvalidAmount: for what is no amount; nothing was recorded.
+    :raises ValueError: for what is no key; nothing was recorded.
     :raises PolicyError: for a unit in which the task draws on no budget that is charged by use.
     """
     attempt = current_attempt()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -38,7 +37,7 @@ from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.unready import Unready
 
-__all__ = ["columns_of", "first_unknown", "moved", "not_ready", "reserve_many", "write_lines"]
+__all__ = ["columns_of", "first_unknown", "moved", "reserve_many", "write_lines"]
 
 Asked = tuple[ReserveRequest, WireMessage]
 #: What makes a request one and the same: root, owner, request id, nesting.
@@ -106,7 +105,7 @@ def reserve_many(
         if known[draw.budget].window_us is None
     ]
     if unopened:
-        raise not_ready(root, unopened)
+        raise budgets.not_ready(root, unopened)
     _delete(connection, root, {row.reservation_id for row in inserted} - kept)
     _write(connection, root, admitted, delivered_us)
     if note:
@@ -224,7 +223,7 @@ def _with_templates(
     wanted = (names for names in asked if not unseen.intersection(names) - possible)
     missing = sorted(unseen.intersection(chain.from_iterable(wanted)))
     if missing:
-        raise not_ready(root, missing)
+        raise budgets.not_ready(root, missing)
     return known, possible
 
 
@@ -234,11 +233,6 @@ def first_unknown(connection: Connection, root: str, names: Sequence[str]) -> st
     unseen = [name for name in names if name not in known]
     made = budgets.templates_for(connection, root, unseen) if unseen else {}
     return next((name for name in unseen if name not in made), None)
-
-
-def not_ready(root: str, names: Sequence[str]) -> Unready:
-    """Return what is raised where budgets, or their windows, have to be made first."""
-    return Unready(f"budget {names[0]!r}", partial(budgets.ready, root=root, names=names))
 
 
 def moved(name: str) -> Unready:

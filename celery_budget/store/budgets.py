@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -33,6 +34,7 @@ from celery_budget.store.schema import (
     now_us,
     reservations,
 )
+from celery_budget.store.unready import Unready
 
 __all__ = [
     "apply",
@@ -47,6 +49,7 @@ __all__ = [
     "lock_root",
     "made_from",
     "make",
+    "not_ready",
     "open_budgets",
     "ready",
     "reopen",
@@ -443,7 +446,7 @@ def ready(connection: Connection, root: str, names: Iterable[str]) -> None:
 
     Budgets that are not there are made of their templates, and the windows of all on the way up
     are opened. In a transaction of its own; locks the root where budgets are made, then budgets'
-    rows, shared, in order.
+    rows in order.
 
     :raises UnknownBudget: for one that does not exist and has no template.
     """
@@ -460,6 +463,11 @@ def ready(connection: Connection, root: str, names: Iterable[str]) -> None:
         # One that takes nothing new needs no window for it.
         if known[name].window_us is None and known[name].state == OPEN:
             windows.open_window(connection, root, name)
+
+
+def not_ready(root: str, names: Sequence[str]) -> Unready:
+    """Return what is raised where :func:`ready` has to be called before."""
+    return Unready(f"budget {names[0]!r}", partial(ready, root=root, names=names))
 
 
 def close(

@@ -32,12 +32,14 @@ from celery_budget.core.reservations import (
 from celery_budget.store import outbox, parked
 from celery_budget.store.requests import note_given_up, reserve
 from celery_budget.store.reservations import (
+    drop_lines,
     kept,
     levels_above,
     lines_of,
     lock,
     raise_holds,
     release,
+    renew_start_lines,
     set_holds,
     write_lines,
 )
@@ -137,15 +139,26 @@ def _write_next(
 def _hold_next(connection: Connection, request: ReserveRequest) -> bool:
     """Make each line hold its estimate on top of what was used; all or none, false for none.
 
-    What the request asks of a budget it asks of all above it.
+    What the request asks of a budget it asks of all above it. What is charged at the start of each
+    attempt is taken from the window that is open now, by a line of its own.
     """
     reservation_id = request.reservation_id
     of = lines_of(connection, request.root, reservation_id)
+    added = renew_start_lines(connection, request.root, of)
+    if added:
+        of = lines_of(connection, request.root, reservation_id)
     estimates = _estimates(connection, request, of)
-    holds = {line.line: kept(line) + estimates[line.line] for line in of}
-    if any(held > MAX_AMOUNT for held in holds.values()):
-        return False
-    if raise_holds(connection, request.root, of, holds, "raise") is not None:
+    latest = {line.budget: line.line for line in of}
+    holds = {
+        line.line: kept(line) + (estimates[line.line] if latest[line.budget] == line.line else 0)
+        for line in of
+    }
+    fits = (
+        max(holds.values()) <= MAX_AMOUNT
+        and raise_holds(connection, request.root, of, holds, "raise") is None
+    )
+    if not fits:
+        drop_lines(connection, request.root, reservation_id, added)
         return False
     write_lines(
         connection,
@@ -185,7 +198,9 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         estimator_version=row.estimator_version,
         lines=tuple(
             Line(line.budget, line.estimate, line.charge)
-            for line in lines_of(connection, row.root, reservation_id)
+            for line in {
+                line.budget: line for line in lines_of(connection, row.root, reservation_id)
+            }.values()
         ),
         opaque=row.opaque,
         nesting=row.nesting,

@@ -64,6 +64,7 @@ class Store:
             if self.dialect == "postgresql"
             else self._engine
         )
+        self._default_isolation: str | None = None
         _stores.add(self)
 
     @property
@@ -104,14 +105,27 @@ class Store:
     def statement(self) -> Iterator[Connection]:
         """Open a connection on which each statement is its own transaction.
 
-        On SQLite, where nothing is saved by that, it is one transaction.
+        On SQLite, where nothing is saved by that, it is one transaction; so it is on a server
+        whose isolation level, unless told otherwise, is not read committed.
         """
-        if self.dialect == "sqlite":
+        if self.dialect == "sqlite" or not self._reads_committed():
             with self.transaction() as connection:
                 yield connection
         else:
             with self._translated(), self._autocommit.connect() as connection:
                 yield connection
+
+    def _reads_committed(self) -> bool:
+        """Return whether a statement by itself sees, behind a lock, what was committed meanwhile.
+
+        It runs at the server's own isolation level; transactions are told theirs.
+        """
+        if self._default_isolation is None:
+            with self._translated(), self._autocommit.connect() as connection:
+                self._default_isolation = connection.execute(
+                    sa.text("SHOW default_transaction_isolation")
+                ).scalar_one()
+        return self._default_isolation == "read committed"
 
     def run(
         self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
@@ -263,12 +277,37 @@ def _create_engine(url: str, lock_ms: int) -> Engine:
             )
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
-        engine = sa.create_engine(parsed)
+        arguments = _psycopg_arguments(parsed)
+        more: dict[str, Any] = {}
+        if parsed.get_backend_name() == "postgresql":
+            # What is decided behind a lock is decided by what was committed before it was had.
+            more["isolation_level"] = "READ COMMITTED"
+        engine = sa.create_engine(
+            parsed.difference_update_query(arguments), connect_args=arguments, **more
+        )
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         raise ConfigurationError(f"budget_database_url cannot be used: {error}") from error
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
     return engine
+
+
+def _psycopg_arguments(url: sa.URL) -> dict[str, Any]:
+    """Return what a URL says that is for psycopg itself and not text to it.
+
+    Behind a proxy that pools transactions, statements must not be prepared in a session.
+    """
+    written = url.query.get("prepare_threshold")
+    if written is None or url.get_backend_name() != "postgresql":
+        return {}
+    if written == "none":
+        return {"prepare_threshold": None}
+    if not isinstance(written, str) or not written.isascii() or not written.isdigit():
+        raise ConfigurationError(
+            f"budget_database_url has prepare_threshold={written!r}; give a number of executions "
+            "after which a statement is prepared, or 'none' behind a proxy that pools transactions"
+        )
+    return {"prepare_threshold": int(written)}
 
 
 def _absolute(database: str) -> bool:

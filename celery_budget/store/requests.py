@@ -23,12 +23,11 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import RequestConflict, UnknownBudget
-from celery_budget.store import levels
+from celery_budget.store import budgets, levels
 from celery_budget.store.batch import (
     columns_of,
     first_unknown,
     moved,
-    not_ready,
     reserve_many,
     write_lines,
 )
@@ -132,7 +131,7 @@ def _reserve_postgresql(
         if unknown is not None:
             return Unknown(unknown)
     if row.outcome in ("unknown", "window"):
-        raise not_ready(request.root, names)
+        raise budgets.not_ready(request.root, names)
     if row.outcome == "moved":
         raise moved(names[0])
     if row.outcome == "mixed":

@@ -23,11 +23,13 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import outbox
 from celery_budget.store.balances import Move, key_of, lock_balances, move
+from celery_budget.store.budgets import not_ready
 from celery_budget.store.levels import levels_of
 from celery_budget.store.schema import lines, now_us, reservations
 
 __all__ = [
     "charge_of",
+    "drop_lines",
     "finish",
     "kept",
     "levels_above",
@@ -35,6 +37,7 @@ __all__ = [
     "lock",
     "raise_holds",
     "release",
+    "renew_start_lines",
     "set_holds",
     "start",
     "write_lines",
@@ -114,6 +117,61 @@ def levels_above(connection: Connection, root: str, of: Lines) -> dict[str, Leve
     return levels_of(
         connection, root, [line.budget for line in of], {line.budget: line.window_us for line in of}
     )
+
+
+def renew_start_lines(connection: Connection, root: str, of: Lines) -> list[int]:
+    """Add a line in the open window for each that is charged at the start in one that has ended.
+
+    A start is charged when it happens: ten requests a minute are ten starts in that minute, retries
+    included. Returns the numbers of the lines added; they hold nothing yet. The caller holds the
+    reservation's row.
+
+    :raises Unready: where the window has to be opened before.
+    """
+    latest = {line.budget: line for line in of if line.charge == START}
+    if not latest:
+        return []
+    levels = levels_of(connection, root, latest)
+    ended = [line for name, line in latest.items() if levels[name].window_us != line.window_us]
+    unopened = [line.budget for line in ended if levels[line.budget].window_us is None]
+    if unopened:
+        raise not_ready(root, unopened)
+    number = max(line.line for line in of)
+    rows = [
+        {
+            "root": root,
+            "reservation_id": line.reservation_id,
+            "line": number + nth,
+            "budget": line.budget,
+            "window_us": levels[line.budget].window_us,
+            "stripe": line.stripe,
+            "charge": START,
+            "unit": line.unit,
+            "estimate": line.estimate,
+            "reserved": 0,
+            "used": 0,
+            "settled": 0,
+            "extended": 0,
+        }
+        for nth, line in enumerate(ended, 1)
+    ]
+    if rows:
+        connection.execute(lines.insert(), rows)
+    return [row["line"] for row in rows]
+
+
+def drop_lines(
+    connection: Connection, root: str, reservation_id: uuid.UUID, numbers: Sequence[int]
+) -> None:
+    """Delete lines that were just added and hold nothing."""
+    if numbers:
+        connection.execute(
+            lines.delete().where(
+                lines.c.root == root,
+                lines.c.reservation_id == reservation_id,
+                lines.c.line.in_(numbers),
+            )
+        )
 
 
 def raise_holds(

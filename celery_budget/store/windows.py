@@ -47,22 +47,24 @@ def period_of(row: Any) -> Period:
 def open_window(connection: Connection, root: str, name: str) -> None:
     """Make the window of budget ``name`` that is open now, unless it is there.
 
-    Locks the budget's row, shared, so that it is neither closed nor given another period
-    meanwhile. Of two at once the second waits for the first to commit, and finds its row.
+    Locks the budget's row, so that it is neither closed nor given another period meanwhile. Of two
+    at once, whose hosts may know time zones differently, the second waits for the first to commit,
+    and finds its row.
     """
     row = connection.execute(
         sa.select(budgets)
         .where(budgets.c.root == root, budgets.c.name == name)
-        .with_for_update(read=True)
+        .with_for_update(key_share=True)
     ).first()
     if row is None:
         return
     now = read_now(connection)
     window = period_of(row).window(now)
     last_end = connection.execute(
-        sa.select(sa.func.max(balances.c.end_us)).where(
-            balances.c.root == root, balances.c.budget == name, balances.c.window_us <= now
-        )
+        sa.select(balances.c.end_us)
+        .where(balances.c.root == root, balances.c.budget == name, balances.c.window_us <= now)
+        .order_by(balances.c.window_us.desc())
+        .limit(1)
     ).scalar()
     next_start = connection.execute(
         sa.select(sa.func.min(balances.c.window_us)).where(
@@ -142,12 +144,12 @@ def retime(connection: Connection, root: str, name: str, period: Period) -> None
 def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int:
     """Make the windows that follow those in use which end within ``horizon_us``; return how many.
 
-    Locks the budgets' rows, shared, and passes by those that are being changed. Looks again behind
-    the locks: one may have been given another period after the first look.
+    Locks the budgets' rows and passes by those that are being changed. Looks again behind the
+    locks: one may have been given another period after the first look.
     """
     ending = _ending(root, horizon_us)
     found = connection.execute(
-        ending.limit(limit).with_for_update(of=budgets, read=True, skip_locked=True)
+        ending.limit(limit).with_for_update(of=budgets, key_share=True, skip_locked=True)
     ).all()
     if not found:
         return 0

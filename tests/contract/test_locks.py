@@ -16,9 +16,10 @@ import sqlalchemy as sa
 from celery_budget import admission, settlement
 from celery_budget.core.reservations import Refused, Reserved
 from celery_budget.errors import HoldsOpen, StoreError
-from celery_budget.store import budgets, journal, repairs, requests, windows
+from celery_budget.settings import Settings
+from celery_budget.store import Store, budgets, journal, migrate, repairs, requests, windows
 from celery_budget.store.balances import Key, lock_balances
-from tests.contract.racers import Beside, OneTry, racing_url, wait_for_waiting
+from tests.contract.racers import Beside, OneTry, at_once, racing_url, wait_for_waiting
 from tests.contract.support import RETURNED, Ledger, message_of
 
 pytestmark = [
@@ -233,3 +234,35 @@ def test_of_one_request_twice_the_second_waits_for_the_first(racing: Ledger) -> 
         [outcome] = found if isinstance(found, list) else [found]
         assert outcome.reservation_id == request.reservation_id
     assert racing.balance() == (60, 0)
+
+
+@pytest.mark.usefixtures("store_url")
+def test_a_server_of_another_isolation_level_decides_the_same(postgres_url: str) -> None:
+    """There a statement by itself would not see what was committed while it waited."""
+    made = Store(postgres_url)
+    made.run(migrate.upgrade)
+    made.run(_isolate)
+    made.dispose()
+    store = Store(postgres_url)
+    ledger = Ledger(store, Settings(database_url=postgres_url))
+    ledger.set("b", 100)
+    ledger.set("t:*", 5)
+    with open_transaction(ledger, lambda connection: _lower(connection, ledger.root)):
+        beside = Beside(lambda: ledger.admit(ledger.request(50)))
+        wait_for_waiting(store)
+    assert beside.result() == Refused("b", "tokens", 50, 10, 0, 0, "exhausted", 10)
+    at_once([lambda: ledger.reserve(1, budget="t:1")] * 4)
+    assert ledger.balances("b", "t:1") == [(0, 0), (4, 0)]
+    store.dispose()
+
+
+def _lower(connection: sa.Connection, root: str) -> None:
+    budgets.set_budget(connection, root, "b", {"limit": 10})
+
+
+def _isolate(connection: sa.Connection) -> None:
+    name = connection.engine.url.database
+    level = "'repeatable read'"
+    connection.exec_driver_sql(
+        f'ALTER DATABASE "{name}" SET default_transaction_isolation TO {level}'
+    )

@@ -8,7 +8,13 @@ import pytest
 
 from celery_budget import reconcile, settlement
 from celery_budget.core.identity import new_id
-from celery_budget.core.reservations import AlreadyReserved, Parked, Reserved, ReserveRequest
+from celery_budget.core.reservations import (
+    AlreadyReserved,
+    Line,
+    Parked,
+    Reserved,
+    ReserveRequest,
+)
 from celery_budget.errors import RequestConflict, UnknownBudget
 from tests.contract.support import RETRIED, RETURNED, Ledger, Swept
 
@@ -149,3 +155,32 @@ def test_work_that_was_admitted_meanwhile_is_not_admitted_twice(funded: Ledger) 
     funded.sweep()
     assert funded.rows("parked") == []
     assert funded.balance() == (10, 0)
+
+
+def test_what_cannot_be_decided_changes_nothing_and_waits_until_it_is_over(funded: Ledger) -> None:
+    funded.set("other", 5)
+    lines = (Line("b", 10), Line("other", 10, "start"))
+    request = park(funded, lines=lines)
+    # Charged by both rules now: a request that no new one could make.
+    funded.set("other", 100)
+    funded.set("b", parent="other")
+    for _ in range(3):
+        assert funded.sweep() == Swept(0, ())
+        assert funded.rows("reservations") == []
+    funded.put("parked", {"deadline_us": 1})
+    assert funded.sweep().over == (request.task_id,)
+
+
+def test_one_that_fails_does_not_hold_up_the_others(funded: Ledger) -> None:
+    funded.set("stuck", 5)
+    first, second = park(funded, budget="stuck"), park(funded, 101)
+    funded.set("b", 200)
+    funded.set("stuck", 100)
+    # Its window has to be opened, and this host does not know the budget's time zone.
+    funded.put("balances", {"end_us": 1}, budget="stuck")
+    funded.put("budgets", {"period": "day", "timezone": "Mars/Olympus_Mons"}, name="stuck")
+    assert funded.sweep() == Swept(1, ())
+    assert funded.state(second) == "reserved"
+    funded.put("budgets", {"timezone": "UTC"}, name="stuck")
+    assert funded.sweep() == Swept(1, ())
+    assert funded.state(first) == "reserved"

@@ -177,6 +177,7 @@ def test_a_database_that_is_not_there_is_retryable(store: Store, tmp_path: Any) 
         ("mysql://user@host/name", "PostgreSQL or SQLite"),
         ("postgresql+nothing://user@host/name", "cannot be used"),
         ("nonsense", "cannot be used"),
+        ("postgresql://user@host/name?prepare_threshold=never", "prepare_threshold"),
     ],
 )
 def test_a_url_that_cannot_work_is_told(url: str, said: str) -> None:
@@ -233,4 +234,20 @@ def test_a_child_forked_amid_another_threads_transaction_is_not_locked_out(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     holder.join()
     assert store.run(budgets.balance, "default", "b").limit == 1
+    store.dispose()
+
+
+@pytest.mark.parametrize(("written", "prepared"), [("none", False), ("1", True)])
+def test_statements_are_prepared_as_the_url_says(
+    funded: Ledger, store_url: str, written: str, prepared: bool
+) -> None:
+    if funded.store.dialect == "sqlite":
+        pytest.skip("SQLite keeps no sessions")
+    store = Store(f"{store_url}?prepare_threshold={written}")
+    ledger = Ledger(store, funded.settings)
+    for _ in range(3):
+        ledger.reserve(1)
+    count = sa.text("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%reserve%'")
+    with store.statement() as connection:
+        assert bool(connection.execute(count).scalar_one()) is prepared
     store.dispose()

@@ -40,7 +40,7 @@ def test_what_is_no_amount_is_not_recorded(funded: Ledger, amount: object) -> No
     assert funded.dump() == before
 
 
-@pytest.mark.parametrize("key", ["", "x" * 256, 7, b"k"])
+@pytest.mark.parametrize("key", ["", "x" * 256, 7, b"k", "a\0b", "\ud800"])
 def test_what_is_no_key_is_not_recorded(funded: Ledger, key: object) -> None:
     _, attempt = funded.start(10)
     with pytest.raises(ValueError, match="usage key"):

@@ -220,6 +220,33 @@ def test_what_is_charged_at_the_start_is_charged_there_too(daily: Ledger) -> Non
     attempt.end(RETURNED)
 
 
+@pytest.mark.parametrize("ahead", [0, 2], ids=["free", "in use"])
+def test_a_retry_starts_in_the_window_that_is_open_then(daily: Ledger, ahead: int) -> None:
+    """Three starts a day: one that is retried the next day counts there."""
+    daily.set("b", 3)
+    request, attempt = daily.start(3, lines=(Line("b", 3, "start"),))
+    daily.age("b", DAY_US)
+    if ahead:
+        daily.reserve(ahead)
+    following, written = daily.retry(request, attempt)
+    assert isinstance(written, Parked if ahead else Reserved)
+    assert attempt.end(RETRIED)
+    assert len(daily.rows("lines", reservation_id=request.reservation_id)) == (1 if ahead else 2)
+    if ahead:
+        assert daily.sweep().admitted == 0
+        daily.set("b", 5)
+        assert daily.sweep().admitted == 1
+    assert standings(daily) == [(0, 3), (3 + ahead, 0)]
+    again = daily.run(following)
+    assert standings(daily) == [(0, 3), (ahead, 3)]
+    daily.age("b", DAY_US)
+    third, written = daily.retry(following, again)
+    assert isinstance(written, Reserved)
+    again.end(RETRIED)
+    assert settlement.revoke(daily.store, daily.root, third.reservation_id, "cancelled")
+    assert [spent for _, spent in standings(daily)] == [3, 3, 0]
+
+
 def test_parked_work_goes_to_the_window_in_which_it_fits(daily: Ledger) -> None:
     daily.reserve(100)
     assert isinstance(daily.admit(daily.request(10), continuation=True), Parked)

@@ -10,9 +10,17 @@ import pytest
 from celery import Celery
 from kombu.utils.objects import cached_property
 
-from celery_budget import BudgetedTask, BudgetError, CeleryBudget, budgeted
+from celery_budget import (
+    BudgetedTask,
+    BudgetError,
+    CeleryBudget,
+    admission,
+    budgeted,
+    recovery,
+)
 from celery_budget.errors import ConfigurationError
 from celery_budget.integration.context import installed_on
+from celery_budget.upkeep import Upkeep
 from tests.integration.placements import BUDGET, NAME, above_task, fresh
 from tests.integration.support import Shop, current, make_app, received
 
@@ -152,3 +160,19 @@ def test_tasks_found_by_autodiscovery(
             getattr(module, name).delay("a")
     assert shop.amounts("tenant:a") == (8, 0, 2)
     del sys.modules["found_shop.tasks"], sys.modules["found_shop"]
+
+
+def test_a_step_of_the_sweep_that_fails_does_not_stop_the_others(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def fail(upkeep: Upkeep) -> None:
+        raise RuntimeError("no windows")
+
+    monkeypatch.setattr(Upkeep, "run_once", fail)
+    monkeypatch.setattr(admission, "admit_parked", lambda *args: done.append("parked"))
+    monkeypatch.setattr(recovery, "run_once", lambda *args: done.append("recovery"))
+    with pytest.raises(RuntimeError, match="no windows"):
+        shop.sweep()
+    assert done == ["parked", "recovery"]

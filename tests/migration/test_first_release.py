@@ -471,10 +471,11 @@ def _release(connection: sa.Connection, request: ReserveRequest) -> Any:
 def test_a_migrated_budget_takes_new_terms(first: First) -> None:
     ledger = first.ledger
     ledger.store.run(migrate.upgrade)
+    held, spent = ledger.balance("b")
     ledger.set("org", 20_000)
     ledger.set("b", 10_000, parent="org", period="day")
     request = ledger.reserve(100)
-    assert ledger.balances("b", "org") == [(100, 0), (100, 0)]
+    assert ledger.balances("b", "org") == [(held + 100, spent), (100, 0)]
     assert first.held("running").end(RETURNED)
     assert ledger.line(first.requests["running"]) == (0, 4, 4)
     assert ledger.run(request).end(RETURNED)
@@ -492,3 +493,20 @@ def test_it_goes_back_and_forth(first: First) -> None:
     for table in ("budgets", "reservations", "lines", "attempts", "outbox", "parked", "balances"):
         assert after[table] == before[table]
     assert reconcile.reconcile(ledger.store, ledger.settings).mismatches == ()
+
+
+@pytest.mark.parametrize(
+    "terms", [{"period": "day"}, {"parent": "org"}, {"soft_stop": 500_000}, {"state": "closed"}]
+)
+def test_what_the_first_release_would_take_for_something_else_stays(
+    empty: Store, terms: dict[str, Any]
+) -> None:
+    ledger = Ledger(empty, Settings("unused"))
+    empty.run(migrate.upgrade)
+    for name in ("org", "b"):
+        ledger.set(name, 100)
+    ledger.put("budgets", terms, name="b")
+    before = ledger.dump()
+    with pytest.raises(ValueError, match="nothing was changed"):
+        empty.run(_to, "down")
+    assert ledger.dump() == before

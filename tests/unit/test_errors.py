@@ -18,8 +18,8 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "AttemptLost": (("t-1",), ["t-1", "budget explain t-1"]),
     "BudgetExceeded": (
         ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90),
-        ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens", "60 reserved",
-         "33 spent", "12 were requested", "budget show tenant:acme"],
+        ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens",
+         "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),

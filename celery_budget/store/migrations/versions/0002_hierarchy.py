@@ -228,7 +228,23 @@ def _index(name: str, table: str, columns: list[str], where: str | None = None) 
 
 
 def downgrade() -> None:
-    """Go back to the first release. What it does not know is lost, refusals and the journal too."""
+    """Go back to the first release. What it does not know is lost, refusals and the journal too.
+
+    Not where a budget would mean something else there: a share would be unlimited, a closed budget
+    open, a window one that never ends.
+    """
+    unknown = op.get_bind().scalar(
+        sa.text(
+            "SELECT count(*) FROM budget_budgets WHERE parent IS NOT NULL"
+            " OR limit_share IS NOT NULL OR period <> 'total' OR state <> 'open'"
+            " OR soft_stop < 1000000 OR hard_stop < 1000000"
+        )
+    )
+    if unknown or op.get_bind().scalar(sa.text("SELECT count(*) FROM budget_adjustments")):
+        raise ValueError(
+            "the ledger has budgets with parents, shares, periods, stops or adjustments, or closed "
+            "ones, which version 0001 would take for others; nothing was changed"
+        )
     postgresql = op.get_bind().dialect.name == "postgresql"
     if postgresql:
         for function in ("budget_reserve", "budget_decide", "budget_limit", "budget_move"):
