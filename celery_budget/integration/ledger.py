@@ -22,7 +22,7 @@ from celery_budget.core.declarations import Change
 from celery_budget.core.identity import new_id
 from celery_budget.errors import InvalidAmount, InvalidBudget
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, budgets, grants, migrate
+from celery_budget.store import Connection, Store, budgets, declaring, grants, migrate
 
 __all__ = ["KEEP", "Ledger", "Receipt"]
 
@@ -179,7 +179,7 @@ class Ledger:
         """
         wanted = declarations.parse(text, self.settings.root, source)
         if not dry_run:
-            return self.store.run(budgets.apply, wanted, prune)
+            return self.store.run(declaring.apply, wanted, prune)
         try:
             self.store.run(_try_apply, wanted, prune)
         except _Tried as tried:
@@ -194,7 +194,7 @@ class Ledger:
         :raises InvalidBudget: for what is no such file.
         """
         wanted = declarations.parse(text, self.settings.root, source)
-        return self.store.run(budgets.apply, wanted, prune, True)
+        return self.store.run(declaring.apply, wanted, prune, True)
 
     def export(self, roots: Iterable[str] | None = None, *, everything: bool = False) -> str:
         """Return the file that :meth:`apply` would make these budgets from; empty without any.
@@ -355,13 +355,13 @@ def _set(
             f"budget {name!r} is new; say how much it allows with limit= (--limit N, or none for "
             "unlimited)"
         )
-    return budgets.set_budget(connection, root, name, terms, reopen)
+    return declaring.set_budget(connection, root, name, terms, reopen)
 
 
 def _try_apply(
     connection: Connection, wanted: dict[str, tuple[Budget, ...]], prune: bool
 ) -> tuple[Change, ...]:
-    raise _Tried(budgets.apply(connection, wanted, prune))
+    raise _Tried(declaring.apply(connection, wanted, prune))
 
 
 def _declared(

@@ -30,7 +30,7 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import budgets, levels, outbox
+from celery_budget.store import budgets, declaring, levels, outbox
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
@@ -105,7 +105,7 @@ def reserve_many(
         if known[draw.budget].window_us is None
     ]
     if unopened:
-        raise budgets.not_ready(root, unopened)
+        raise declaring.not_ready(root, unopened)
     _delete(connection, root, {row.reservation_id for row in inserted} - kept)
     _write(connection, root, admitted, delivered_us)
     if note:
@@ -219,11 +219,11 @@ def _with_templates(
     unseen = {name for names in asked for name in names if name not in known}
     if not unseen:
         return known, set()
-    possible = set(budgets.templates_for(connection, root, unseen))
+    possible = set(declaring.templates_for(connection, root, unseen))
     wanted = (names for names in asked if not unseen.intersection(names) - possible)
     missing = sorted(unseen.intersection(chain.from_iterable(wanted)))
     if missing:
-        raise budgets.not_ready(root, missing)
+        raise declaring.not_ready(root, missing)
     return known, possible
 
 
@@ -231,7 +231,7 @@ def first_unknown(connection: Connection, root: str, names: Sequence[str]) -> st
     """Return the first of ``names`` that is no budget and that no template stands for."""
     known = budgets.declared(connection, root, names)
     unseen = [name for name in names if name not in known]
-    made = budgets.templates_for(connection, root, unseen) if unseen else {}
+    made = declaring.templates_for(connection, root, unseen) if unseen else {}
     return next((name for name in unseen if name not in made), None)
 
 

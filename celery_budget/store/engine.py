@@ -32,7 +32,7 @@ R = TypeVar("R")
 #: How often a call is tried where its caller waits for an answer.
 TRIES = 4
 #: How often in a row one call may find that something has to be made first; then it has failed.
-PREPARATIONS = 8
+PREPARATIONS = 50
 FIRST_WAIT_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 5.0
 #: How long a thread waits for the others of its process that use the same SQLite file.

@@ -23,7 +23,7 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import RequestConflict, UnknownBudget
-from celery_budget.store import budgets, levels
+from celery_budget.store import declaring, levels
 from celery_budget.store.batch import (
     columns_of,
     first_unknown,
@@ -131,7 +131,7 @@ def _reserve_postgresql(
         if unknown is not None:
             return Unknown(unknown)
     if row.outcome in ("unknown", "window"):
-        raise budgets.not_ready(request.root, names)
+        raise declaring.not_ready(request.root, names)
     if row.outcome == "moved":
         raise moved(names[0])
     if row.outcome == "mixed":

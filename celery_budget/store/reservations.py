@@ -23,7 +23,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import outbox
 from celery_budget.store.balances import Move, key_of, lock_balances, move
-from celery_budget.store.budgets import not_ready
+from celery_budget.store.declaring import not_ready
 from celery_budget.store.levels import levels_of
 from celery_budget.store.schema import lines, now_us, reservations
 

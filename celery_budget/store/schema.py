@@ -34,6 +34,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from celery_budget.core.amounts import MAX_AMOUNT
 
 __all__ = [
+    "IS_TEMPLATE",
     "adjustments",
     "attempts",
     "balances",
@@ -108,6 +109,9 @@ def _when(condition: str) -> dict[str, Any]:
     return {"postgresql_where": text(condition), "sqlite_where": text(condition)}
 
 
+#: Tells templates apart, in the text of a statement.
+IS_TEMPLATE = "name LIKE '%*%'"
+
 budgets = Table(
     "budget_budgets",
     metadata,
@@ -134,6 +138,8 @@ budgets = Table(
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
     Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
+    # As it is written in the query, or PostgreSQL would not see that it applies.
+    Index("ix_budget_budgets_templates", "root", "name", **_when(IS_TEMPLATE)),
     Index("ix_budget_budgets_draining", "root", "state", **_when("state = 'draining'")),
 )
 

@@ -8,12 +8,14 @@ for that short one, and not for a caller's.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.periods import Period, Window
+from celery_budget.errors import InvalidPeriod
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import adjustments, balances, budgets, instant, lines, now_us
 
@@ -28,6 +30,8 @@ __all__ = [
     "restore_window",
     "retime",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 #: How long after a window's end an admission may still go on that began in it.
@@ -156,7 +160,12 @@ def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int
     made = 0
     locked = ending.where(budgets.c.name.in_([row.name for row in found]))
     for row in sorted(connection.execute(locked), key=lambda row: str(row.name)):
-        window = period_of(row).window(row.end_us)
+        try:
+            window = period_of(row).window(row.end_us)
+        except InvalidPeriod as error:
+            # This host's time zones lack it; the others' budgets do not wait for that.
+            logger.warning("no window could be made ahead for budget %r: %s", row.name, error)
+            continue
         made += insert_window(connection, root, row.name, row.end_us, window.end_us)
     return made
 

@@ -17,7 +17,7 @@ from celery_budget.core.periods import FOREVER_US
 from celery_budget.core.reservations import Admitted, Line, Outcome, Reserved, ReserveRequest
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
-from celery_budget.store import Store, budgets, grants, schema, windows
+from celery_budget.store import Store, budgets, declaring, grants, schema, windows
 
 BOOT = uuid.UUID(int=7)
 
@@ -90,7 +90,7 @@ class Ledger:
         **terms: Any,
     ) -> None:
         given = {"limit": limit, **({} if unit is None else {"unit": unit}), **terms}
-        self.store.run(budgets.set_budget, self.root, name, given)
+        self.store.run(declaring.set_budget, self.root, name, given)
 
     def request(
         self, amount: int = 10, *more: tuple[str, int], budget: str = "b", **changes: Any

@@ -25,7 +25,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import HoldsOpen, InvalidBudget
 from celery_budget.settlement import Attempt
-from celery_budget.store import budgets, journal, repairs
+from celery_budget.store import budgets, declaring, journal, repairs
 from celery_budget.store.balances import Key
 from tests.contract.racers import Processes, at_once, use_first_in_rounds
 from tests.contract.support import BOOT, RAISED, RETURNED, Ledger, message_of
@@ -190,7 +190,7 @@ def test_a_limit_that_is_lowered_at_any_level_holds_from_its_commit_on(
         while racing.balance("child")[0] < 10:
             pass
         with racing.store.transaction() as connection:
-            budgets.set_budget(connection, racing.root, lowered, {"limit": limit})
+            declaring.set_budget(connection, racing.root, lowered, {"limit": limit})
             return budgets.balance(connection, racing.root, lowered).reserved
 
     ask = [lambda: until_refused(racing, 1, budget="child")] * 4
@@ -251,7 +251,7 @@ def test_budgets_are_applied_beside_admissions(racing: Ledger) -> None:
             for name, limit in zip(names, limits, strict=True)
         ]
         for _ in range(4):
-            racing.store.run(budgets.apply, {racing.root: of})
+            racing.store.run(declaring.apply, {racing.root: of})
 
     def ask(order: list[str]) -> None:
         first, *more = order

@@ -7,7 +7,7 @@ import pytest
 from celery_budget import settlement
 from celery_budget.core.reservations import AlreadyReserved, Closed, Parked, Refused, Reserved
 from celery_budget.errors import HoldsOpen, UnknownBudget
-from celery_budget.store import budgets
+from celery_budget.store import budgets, declaring
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger
 
 DAY_US = 86_400_000_000
@@ -269,7 +269,7 @@ def test_new_terms_do_not_reopen(funded: Ledger) -> None:
     funded.close()
     funded.set("b", 500, period="day")
     assert state_of(funded) == "closed"
-    assert funded.store.run(budgets.set_budget, funded.root, "b", {"limit": 7}, True).limit == 7
+    assert funded.store.run(declaring.set_budget, funded.root, "b", {"limit": 7}, True).limit == 7
     assert state_of(funded) == "open"
     funded.reserve(7)
 

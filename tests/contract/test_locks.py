@@ -17,7 +17,16 @@ from celery_budget import admission, settlement
 from celery_budget.core.reservations import Refused, Reserved
 from celery_budget.errors import HoldsOpen, StoreError
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, journal, migrate, repairs, requests, windows
+from celery_budget.store import (
+    Store,
+    budgets,
+    declaring,
+    journal,
+    migrate,
+    repairs,
+    requests,
+    windows,
+)
 from celery_budget.store.balances import Key, lock_balances
 from tests.contract.racers import Beside, OneTry, at_once, racing_url, wait_for_waiting
 from tests.contract.support import RETURNED, Ledger, message_of
@@ -90,7 +99,7 @@ def test_what_is_made_and_not_committed_holds_up_nobody_else(
     if made == "window":
         prepare = lambda connection: windows.open_window(connection, racing.root, "x")  # noqa: E731
     else:
-        prepare = lambda connection: budgets.ready(connection, racing.root, ["tenant:a"])  # noqa: E731
+        prepare = lambda connection: declaring.ready(connection, racing.root, ["tenant:a"])  # noqa: E731
     with open_transaction(racing, prepare):
         impatient.reserve(1)
         # Their own first use of a window, in a transaction of its own.
@@ -165,7 +174,7 @@ def test_a_parent_that_changes_under_whoever_waits_is_the_new_one(racing: Ledger
     other = racing.request(4, budget="c")
 
     def move(connection: sa.Connection) -> None:
-        budgets.set_budget(connection, racing.root, "c", {"parent": "a"})
+        declaring.set_budget(connection, racing.root, "c", {"parent": "a"})
 
     with open_transaction(racing, move):
         waiting = [
@@ -257,7 +266,7 @@ def test_a_server_of_another_isolation_level_decides_the_same(postgres_url: str)
 
 
 def _lower(connection: sa.Connection, root: str) -> None:
-    budgets.set_budget(connection, root, "b", {"limit": 10})
+    declaring.set_budget(connection, root, "b", {"limit": 10})
 
 
 def _isolate(connection: sa.Connection) -> None:

@@ -58,7 +58,7 @@ from celery_budget.errors import (
 )
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt
-from celery_budget.store import Store, budgets, journal
+from celery_budget.store import Store, budgets, declaring, journal
 from tests.contract.oracle import ENDED, MILLION, Asked, Item, Mixed, Oracle, Pot, Short, Work
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, message_of
 
@@ -126,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.keys = 0
 
     def declare(self, name: str, pot: Pot) -> None:
-        self.ledger.store.run(budgets.apply, {self.ledger.root: [budget_of(name, pot)]})
+        self.ledger.store.run(declaring.apply, {self.ledger.root: [budget_of(name, pot)]})
 
     # Budgets.
 
@@ -173,8 +173,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for name, limit in known.items():
             self.oracle.pots[name].limit, self.oracle.pots[name].state = limit, "open"
         wanted = [budget_of(name, self.oracle.pots[name]) for name in known]
-        self.store.run(budgets.apply, {self.ledger.root: wanted})
-        assert self.store.run(budgets.apply, {self.ledger.root: wanted}) == ()
+        self.store.run(declaring.apply, {self.ledger.root: wanted})
+        assert self.store.run(declaring.apply, {self.ledger.root: wanted}) == ()
 
     def draws_on(self, name: str) -> int:
         return sum(

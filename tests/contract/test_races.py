@@ -11,7 +11,7 @@ from celery_budget import admission, reconcile, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved, Running
 from celery_budget.settlement import Attempt
-from celery_budget.store import budgets, outbox, schema
+from celery_budget.store import budgets, declaring, outbox, schema
 from tests.contract.racers import (
     Processes,
     at_once,
@@ -70,7 +70,7 @@ def test_a_limit_that_is_lowered_holds_from_its_commit_on(
         while racing.balance()[0] < lowered_at:
             pass
         with racing.store.transaction() as connection:
-            budgets.set_budget(connection, racing.root, "b", {"limit": limit})
+            declaring.set_budget(connection, racing.root, "b", {"limit": limit})
             return budgets.balance(connection, racing.root, "b").reserved
 
     at_commit: int = at_once([lower, *[admit_until_refused] * 4])[0]

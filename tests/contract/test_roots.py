@@ -39,7 +39,7 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import HoldsOpen, RequestConflict, UnknownBudget
 from celery_budget.relay import BrokerDown, Unpublishable
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, grants, migrate, outbox, schema
+from celery_budget.store import Store, budgets, declaring, grants, migrate, outbox, schema
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
 
 pytestmark = pytest.mark.postgres
@@ -197,7 +197,7 @@ def reserve(ledger: Ledger) -> None:
         ledger.admit(ledger.request(1, budget="unknown"))
     ledger.reserve(3, budget="tenant:one")
     ledger.admit(ledger.request(3), delivered=True)
-    assert ledger.store.run(budgets.make, ROOT, "tenant:two")
+    assert ledger.store.run(declaring.make, ROOT, "tenant:two")
     ledger.put("balances", {"window_us": 0, "end_us": 1}, budget="tenant:two")
     ledger.reserve(4, budget="tenant:two")
     ledger.set("gone", 10)
@@ -384,7 +384,7 @@ def govern(ledger: Ledger) -> None:
         ledger.close("c")
     settlement.revoke(ledger.store, ROOT, request.reservation_id, "revoked")
     ledger.store.run(
-        budgets.apply, {ROOT: [Budget("b", "tokens", 1500, "org"), Budget("d", "tokens", 5)]}
+        declaring.apply, {ROOT: [Budget("b", "tokens", 1500, "org"), Budget("d", "tokens", 5)]}
     )
     ledger.set("c", 10, period="day")
     ledger.balance("b")

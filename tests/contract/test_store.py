@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
-from celery_budget.store import Store, budgets, engine, migrate, schema
+from celery_budget.store import Store, budgets, declaring, engine, migrate, schema
 from celery_budget.store.unready import Unready
 from tests.contract.support import Ledger
 
@@ -94,7 +94,7 @@ def test_what_cannot_pass_is_not_tried_again(store: Store) -> None:
 
 def test_an_error_undoes_its_transaction(funded: Ledger) -> None:
     def change_and_fail(connection: sa.Connection) -> None:
-        budgets.set_budget(connection, funded.root, "b", {"limit": 1})
+        declaring.set_budget(connection, funded.root, "b", {"limit": 1})
         raise InvalidAmount("no")
 
     before = funded.dump()
@@ -227,7 +227,7 @@ def test_a_child_forked_amid_another_threads_transaction_is_not_locked_out(
     pid = os.fork()
     if pid == 0:
         try:
-            store.run(budgets.set_budget, "default", "b", {"limit": 1, "unit": "tokens"})
+            store.run(declaring.set_budget, "default", "b", {"limit": 1, "unit": "tokens"})
             os._exit(0)
         finally:
             os._exit(1)

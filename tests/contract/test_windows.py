@@ -320,6 +320,19 @@ def test_no_window_is_made_ahead(ledger: Ledger, why: str) -> None:
     assert ledger.windows() == before
 
 
+def test_a_zone_that_is_not_known_here_holds_up_no_other(ledger: Ledger) -> None:
+    ends = ending_soon(ledger)
+    ledger.set("a", 100, period="month")
+    ledger.put("balances", {"end_us": ends}, budget="a")
+    for name in ("a", "b"):
+        ledger.reserve(10, budget=name)
+    ledger.put("budgets", {"timezone": "Mars/Olympus_Mons"}, name="a")
+    assert ledger.upkeep().made == 1
+    assert [len(ledger.windows(name)) for name in ("a", "b")] == [1, 2]
+    ledger.put("budgets", {"timezone": "UTC"}, name="a")
+    assert ledger.upkeep().made == 1
+
+
 def test_one_made_ahead_is_used_when_its_time_comes(ledger: Ledger) -> None:
     ending_soon(ledger)
     ledger.reserve(100)

@@ -24,7 +24,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import BudgetError, HoldsOpen, InvalidAmount, InvalidBudget
 from celery_budget.settlement import Attempt, Delivery
-from celery_budget.store import Store, budgets, grants, journal, schema
+from celery_budget.store import Store, budgets, declaring, grants, journal, schema
 from celery_budget.upkeep import Upkeep
 from tests.simulation.scheduler import Client, SteppedStore
 from tests.simulation.world import SHAPES, World
@@ -49,7 +49,7 @@ def found(world: World) -> None:
         "usd": {"unit": "usd", "limit": None, "period": "month"},
     }
     for name, terms in declared.items():
-        world.store.run(budgets.set_budget, world.root, name, terms)
+        world.store.run(declaring.set_budget, world.root, name, terms)
 
 
 def playing(role: Role, turns: int, world: World) -> Callable[[Client], None]:
@@ -260,13 +260,13 @@ def admin(client: Client, world: World, store: Store) -> None:
     try:
         if what == "limit":
             terms: dict[str, Any] = {"limit": chance.choice((None, 0, 20, 35, 60))}
-            store.run(budgets.set_budget, world.root, name, terms)
+            store.run(declaring.set_budget, world.root, name, terms)
         elif what == "parent":
             terms = {"parent": chance.choice(("org", "team"))}
-            store.run(budgets.set_budget, world.root, chance.choice(("user:a", "user:b")), terms)
+            store.run(declaring.set_budget, world.root, chance.choice(("user:a", "user:b")), terms)
         elif what == "period":
             terms = {"period": chance.choice(("month", "total", "day"))}
-            store.run(budgets.set_budget, world.root, "calls", terms)
+            store.run(declaring.set_budget, world.root, "calls", terms)
         elif what == "grant":
             store.run(grants.grant, world.root, f"g{client.granted}", name, 5, None, None)
         elif what == "adjust":

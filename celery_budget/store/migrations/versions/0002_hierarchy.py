@@ -68,6 +68,7 @@ def _extend_budgets() -> None:
     _add("budget_budgets", sa.Column("state", sa.String(16), server_default="open"))
     op.add_column("budget_budgets", sa.Column("template", sa.String(255)))
     _index("ix_budget_budgets_parent", "budget_budgets", ["root", "parent"], "parent IS NOT NULL")
+    _index("ix_budget_budgets_templates", "budget_budgets", ["root", "name"], "name LIKE '%*%'")
     _index("ix_budget_budgets_draining", "budget_budgets", ["root", "state"], "state = 'draining'")
     _add("budget_balances", sa.Column("end_us", sa.BigInteger, server_default=FOREVER))
     _add("budget_balances", sa.Column("entries", sa.BigInteger, server_default="0"))
@@ -290,7 +291,7 @@ def downgrade() -> None:
     op.drop_index("ix_budget_balances_end", "budget_balances")
     for column in ("end_us", "entries"):
         op.drop_column("budget_balances", column)
-    for index in ("parent", "draining"):
+    for index in ("parent", "templates", "draining"):
         op.drop_index(f"ix_budget_budgets_{index}", "budget_budgets")
     for column in (
         "parent",
