@@ -33,23 +33,27 @@ class Upkept:
 class Upkeep:
     """The sweep's steps for budgets; several may run.
 
-    It remembers how far it has looked for empty windows, so that a pass costs what has ended since,
-    not what ever was.
+    It remembers how far it has looked: for empty windows, so that a pass costs what has ended
+    since, not what ever was; for drained budgets, so that all of them get their turn.
     """
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._root = settings.root
         self._pruned_to: windows.Gone = (0, "", 0)
+        self._drained_to = ""
 
     def run_once(self) -> Upkept:
         """Do each step once, each in transactions of its own."""
         made = self._store.run(windows.ahead, self._root, HORIZON_US, LIMIT)
         pruned, last = self._store.run(windows.prune, self._root, self._pruned_to, EMPTY_US, LIMIT)
         self._pruned_to = last or self._pruned_to
+        draining = self._store.read(budgets.draining, self._root, self._drained_to, LIMIT)
+        # Before they are closed: one that cannot be now does not come first again.
+        self._drained_to = draining[-1] if len(draining) == LIMIT else ""
         closed = tuple(
             name
-            for name in self._store.read(budgets.draining, self._root, LIMIT)
+            for name in draining
             if self._store.run(budgets.close, self._root, name, True, True) == "closed"
         )
         return Upkept(made, pruned, closed)

@@ -34,7 +34,7 @@ from celery_budget.core.reservations import (
     StoredOutcome,
 )
 from celery_budget.store import outbox, parked, usage
-from celery_budget.store.continuations import again_request, next_attempt
+from celery_budget.store.continuations import again_request, next_attempt, refit
 from celery_budget.store.reservations import charge_of, finish, lines_of, lock, start
 from celery_budget.store.schema import attempts, now_us, reservations
 
@@ -293,7 +293,9 @@ def follow(
     The message of the attempt itself goes, be its successor in the outbox or parked.
     """
     retries = outbox.unblock(connection, root, reservation_id, attempt)
-    if retries is None:
+    if retries is not None:
+        refit(connection, root, reservation_id)
+    else:
         retries = parked.successor_of(connection, root, reservation_id, attempt)
         if retries is not None:
             outbox.drop(connection, root, reservation_id)

@@ -72,20 +72,25 @@ def lock_balances(connection: Connection, root: str, keys: Iterable[Key]) -> Non
     wanted = sorted(set(keys))
     if connection.dialect.name == "sqlite" or not wanted:
         return
-    of = sa.tuple_(balances.c.budget, balances.c.window_us, balances.c.stripe)
     connection.execute(
-        sa.select(balances.c.stripe)
-        .where(
-            balances.c.root == root,
-            of.in_([(key.budget, key.window_us, key.stripe) for key in wanted]),
-        )
-        .order_by(
-            sa.collate(balances.c.budget, binary(connection)),
-            balances.c.window_us,
-            balances.c.stripe,
-        )
-        .with_for_update()
+        _LOCK,
+        {
+            "root": root,
+            "budgets": [key.budget for key in wanted],
+            "windows": [key.window_us for key in wanted],
+            "stripes": [key.stripe for key in wanted],
+        },
     )
+
+
+_LOCK = sa.text(
+    "SELECT 1 FROM budget_balances b"
+    " JOIN unnest(CAST(:budgets AS text[]), CAST(:windows AS bigint[]),"
+    " CAST(:stripes AS smallint[])) AS k (budget, window_us, stripe)"
+    " ON b.budget = k.budget AND b.window_us = k.window_us AND b.stripe = k.stripe"
+    " WHERE b.root = :root"
+    ' ORDER BY b.budget COLLATE "C", b.window_us, b.stripe FOR UPDATE OF b'
+)
 
 
 def move(

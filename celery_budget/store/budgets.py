@@ -200,13 +200,16 @@ def _set_state(connection: Connection, root: str, name: str, state: str) -> None
     )
 
 
-def draining(connection: Connection, root: str, limit: int) -> list[str]:
-    """Return the names of budgets that are closed as soon as nothing draws on them any more."""
+def draining(connection: Connection, root: str, after: str, limit: int) -> list[str]:
+    """Return budgets that are closed as soon as nothing draws on them any more.
+
+    :param after: the name behind which to begin.
+    """
     return list(
         connection.execute(
             sa.select(budgets.c.name)
-            .where(budgets.c.root == root, budgets.c.state == "draining")
-            .order_by(budgets.c.updated_us)
+            .where(budgets.c.root == root, budgets.c.state == "draining", budgets.c.name > after)
+            .order_by(budgets.c.name)
             .limit(limit)
         ).scalars()
     )

@@ -57,6 +57,7 @@ __all__ = [
     "cancel",
     "give_up",
     "next_attempt",
+    "refit",
     "reserve_or_park",
     "try_parked",
 ]
@@ -148,11 +149,7 @@ def _hold_next(connection: Connection, request: ReserveRequest) -> bool:
     if added:
         of = lines_of(connection, request.root, reservation_id)
     estimates = _estimates(connection, request, of)
-    latest = {line.budget: line.line for line in of}
-    holds = {
-        line.line: kept(line) + (estimates[line.line] if latest[line.budget] == line.line else 0)
-        for line in of
-    }
+    holds = _holds(of, estimates)
     fits = (
         max(holds.values()) <= MAX_AMOUNT
         and raise_holds(connection, request.root, of, holds, "raise") is None
@@ -167,6 +164,31 @@ def _hold_next(connection: Connection, request: ReserveRequest) -> bool:
         {"estimate": estimates, "extended": dict.fromkeys(estimates, 0)},
     )
     return True
+
+
+def _holds(of: list[sa.Row[Any]], estimates: dict[int, int]) -> dict[int, int]:
+    """Return what lines hold for a next attempt; of several on one budget the last holds for it."""
+    latest = {line.budget: line.line for line in of}
+    return {
+        line.line: kept(line) + (estimates[line.line] if latest[line.budget] == line.line else 0)
+        for line in of
+    }
+
+
+def refit(connection: Connection, root: str, reservation_id: uuid.UUID) -> None:
+    """Make a reservation hold what its next attempt needs, after all that the last one recorded.
+
+    Its message was written before that one ended, which may have recorded, or extended, since. What
+    does not fit any more is not held; the attempt runs all the same. The caller holds the
+    reservation's row. Locks the balances in order.
+    """
+    of = lines_of(connection, root, reservation_id)
+    holds = _holds(of, {line.line: line.estimate for line in of})
+    if raise_holds(connection, root, of, holds, "raise") is not None:
+        lowered = {line.line: min(holds[line.line], line.reserved) for line in of}
+        set_holds(connection, root, of, lowered, "raise")
+    if any(line.extended for line in of):
+        write_lines(connection, root, reservation_id, {"extended": {line.line: 0 for line in of}})
 
 
 def _estimates(

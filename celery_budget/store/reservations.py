@@ -182,6 +182,9 @@ def raise_holds(
     For work that goes on: the hard stops count, and a draining budget lets it. The caller holds
     the reservation's row. Locks the balances in order.
     """
+    if all(holds[line.line] <= line.reserved for line in of):
+        set_holds(connection, root, of, holds, what)
+        return None
     lock_balances(connection, root, map(key_of, of))
     levels = levels_above(connection, root, of)
     for line in of:

@@ -165,6 +165,13 @@ class Oracle:
             one.estimate, one.held, one.extended = estimate, held, 0
         return True
 
+    def refit(self, items: list[Item]) -> None:
+        """Hold what the next attempt needs, after all that the last one recorded or extended."""
+        targets = self.targets(items, {})
+        fits = self.fits_more([(one, held - one.held) for one, _, held in targets])
+        for one, _, held in targets:
+            one.held, one.extended = held if fits else min(held, one.held), 0
+
     def renewed(self, items: list[Item]) -> list[Item]:
         """What starts again in another window than the one it was drawn from last."""
         latest = {one.budget: one for one in items if not one.metered}

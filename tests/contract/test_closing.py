@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_budget import settlement
+from celery_budget import settlement, upkeep
 from celery_budget.core.reservations import AlreadyReserved, Closed, Parked, Refused, Reserved
 from celery_budget.errors import HoldsOpen, UnknownBudget
 from celery_budget.store import budgets, declaring
@@ -296,3 +296,21 @@ def test_a_delivery_of_what_ended_finds_it_closed(funded: Ledger) -> None:
     attempt.close()
     funded.close()
     assert funded.deliver(request) == Closed("settled")
+
+
+def test_budgets_that_cannot_be_closed_yet_keep_no_other_from_it(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "LIMIT", 2)
+    requests = {}
+    for name in "abcde":
+        ledger.set(name, 10)
+        requests[name] = ledger.reserve(1, budget=name)
+        assert ledger.close(name, drain=True) == "draining"
+    assert settlement.revoke(ledger.store, ledger.root, requests["e"].reservation_id, "cancelled")
+    sweep = upkeep.Upkeep(ledger.store, ledger.settings)
+    closed = [sweep.run_once().closed for _ in range(3)]
+    assert closed == [(), (), ("e",)]
+    for request in requests.values():
+        settlement.revoke(ledger.store, ledger.root, request.reservation_id, "cancelled")
+    assert {name for _ in range(4) for name in sweep.run_once().closed} == set("abcd")

@@ -608,6 +608,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def run_again(self, one: Work) -> None:
         """The same message once more, or what was written to follow the attempt."""
         if one.retry:
+            if one.retry == "written":
+                self.oracle.refit(one.items)
             one.parked, one.retry = one.retry == "parked", ""
             one.expires = False
         else:

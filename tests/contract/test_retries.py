@@ -11,6 +11,18 @@ from celery_budget.core.reservations import Closed, Line, Parked, Reserved, Runn
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, message_of
 
 
+def test_what_is_recorded_after_the_retry_was_written_lowers_no_hold(funded: Ledger) -> None:
+    """As in ``try: raise self.retry() finally: usage.record(…)``."""
+    request, attempt = funded.start(10)
+    following, _ = funded.retry(request, attempt)
+    assert attempt.record(9)
+    assert attempt.extend(40)
+    assert attempt.end(RETRIED)
+    assert funded.line(request) == (19, 9, 0)
+    assert funded.run(following).end(RETURNED)
+    assert funded.line(request) == (0, 9, 19), "unmetered: the estimate, without the extension"
+
+
 def test_a_retry_holds_its_estimate_on_top_of_what_was_used(funded: Ledger) -> None:
     request, attempt = funded.start(10)
     attempt.record(7)
