@@ -123,8 +123,8 @@ def renew_start_lines(connection: Connection, root: str, of: Lines) -> list[int]
     """Add a line in the open window for each that is charged at the start in one that has ended.
 
     A start is charged when it happens: ten requests a minute are ten starts in that minute, retries
-    included. Returns the numbers of the lines added; they hold nothing yet. The caller holds the
-    reservation's row.
+    included. A budget that drains gets no new window; there the old one goes on. Returns the
+    numbers of the lines added; they hold nothing yet. The caller holds the reservation's row.
 
     :raises Unready: where the window has to be opened before.
     """
@@ -132,7 +132,11 @@ def renew_start_lines(connection: Connection, root: str, of: Lines) -> list[int]
     if not latest:
         return []
     levels = levels_of(connection, root, latest)
-    ended = [line for name, line in latest.items() if levels[name].window_us != line.window_us]
+    ended = [
+        line
+        for name, line in latest.items()
+        if levels[name].state == OPEN and levels[name].window_us != line.window_us
+    ]
     unopened = [line.budget for line in ended if levels[line.budget].window_us is None]
     if unopened:
         raise not_ready(root, unopened)

@@ -247,6 +247,18 @@ def test_a_retry_starts_in_the_window_that_is_open_then(daily: Ledger, ahead: in
     assert [spent for _, spent in standings(daily)] == [3, 3, 0]
 
 
+def test_a_retry_on_a_draining_budget_starts_in_its_old_window(daily: Ledger) -> None:
+    request, attempt = daily.start(3, lines=(Line("b", 3, "start"),))
+    daily.age("b", DAY_US)
+    assert daily.close(drain=True) == "draining"
+    following, written = daily.retry(request, attempt)
+    assert isinstance(written, Reserved)
+    assert attempt.end(RETRIED)
+    assert daily.run(following).end(RETURNED)
+    assert standings(daily) == [(0, 6)]
+    assert daily.upkeep().closed == ("b",)
+
+
 def test_parked_work_goes_to_the_window_in_which_it_fits(daily: Ledger) -> None:
     daily.reserve(100)
     assert isinstance(daily.admit(daily.request(10), continuation=True), Parked)
