@@ -11,7 +11,7 @@ from typing import Any
 from celery_budget.errors import InvalidAmount
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, journal, repairs, reports
-from celery_budget.store.balances import Key
+from celery_budget.store.balances import Key, key_of
 
 __all__ = ["Reconciliation", "fold", "prove", "reconcile", "repair"]
 
@@ -86,13 +86,9 @@ def _wrong_balances(connection: Connection, root: str) -> dict[Key, tuple[Any, A
 
     In the order in which balances are locked.
     """
-    lines = {_key(row): row for row in reports.mismatched_balances(connection, root)}
-    journals = {_key(row): row for row in reports.mismatched_journals(connection, root)}
+    lines = {key_of(row): row for row in reports.mismatched_balances(connection, root)}
+    journals = {key_of(row): row for row in reports.mismatched_journals(connection, root)}
     return {key: (lines.get(key), journals.get(key)) for key in sorted({*lines, *journals})}
-
-
-def _key(row: Any) -> Key:
-    return Key(row.budget, row.window_us, row.stripe)
 
 
 def _balance_told(key: Key, by_lines: Any, by_journal: Any) -> str:
@@ -154,7 +150,7 @@ def fold(
     after: tuple[str, int, int] | None = None
     while True:
         rows = store.read(journal.foldable, settings.root, age_us, PAGE, after)
-        keys += map(_key, rows)
+        keys += map(key_of, rows)
         if len(rows) < PAGE:
             break
         after = tuple(rows[-1])

@@ -139,7 +139,7 @@ def _standing(connection: Connection, root: str, name: str) -> Standing | Templa
     row = next(iter(budgets.rows_of(connection, root, [check_name(name)])), None)
     if row is None:
         raise UnknownBudget(name)
-    budget = budgets.declared(connection, root, [name])[name]
+    budget = budgets.budget_of(row)
     if is_template(name):
         return Template(budget, row.state, budgets.made_from(connection, root).get(name, 0))
     known = levels.levels_of(connection, root, [name])
@@ -180,9 +180,8 @@ def _templates(connection: Connection, root: str) -> list[Template]:
     rows = [row for row in budgets.rows_of(connection, root) if is_template(row.name)]
     if not rows:
         return []
-    declared = budgets.declared(connection, root, [row.name for row in rows])
     made = budgets.made_from(connection, root)
-    return [Template(declared[row.name], row.state, made.get(row.name, 0)) for row in rows]
+    return [Template(budgets.budget_of(row), row.state, made.get(row.name, 0)) for row in rows]
 
 
 def grants(store: Store, settings: Settings, name: str, ended: bool = False) -> list[Grant]:

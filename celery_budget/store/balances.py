@@ -16,7 +16,7 @@ from celery_budget.errors import InvalidAmount
 from celery_budget.store.journal import who
 from celery_budget.store.schema import balances, journal, now_us
 
-__all__ = ["Key", "Move", "binary", "key_of", "lock_balances", "move"]
+__all__ = ["Key", "Move", "key_of", "lock_balances", "move"]
 
 
 @dataclass(frozen=True, order=True)
@@ -44,9 +44,9 @@ class Move:
     reservation_id: uuid.UUID | None = None
 
 
-def key_of(line: sa.Row[Any]) -> Key:
-    """Return the balance a line belongs to."""
-    return Key(line.budget, line.window_us, line.stripe)
+def key_of(row: sa.Row[Any]) -> Key:
+    """Return the balance that a row belongs to: a line, an entry of the journal, its own."""
+    return Key(row.budget, row.window_us, row.stripe)
 
 
 def where(root: str, key: Key) -> sa.ColumnElement[bool]:
@@ -57,11 +57,6 @@ def where(root: str, key: Key) -> sa.ColumnElement[bool]:
         balances.c.window_us == key.window_us,
         balances.c.stripe == key.stripe,
     )
-
-
-def binary(connection: Connection) -> str:
-    """Return the name of the collation by code points, in which names are ordered for locking."""
-    return "C" if connection.dialect.name == "postgresql" else "BINARY"
 
 
 def lock_balances(connection: Connection, root: str, keys: Iterable[Key]) -> None:
@@ -149,9 +144,7 @@ def _move_sqlite(
             of.in_([(key.budget, key.window_us, key.stripe) for key in keys]),
         )
     )
-    now = {
-        key_of_balance(row): (int(row.reserved), int(row.spent), int(row.entries)) for row in rows
-    }
+    now = {key_of(row): (int(row.reserved), int(row.spent), int(row.entries)) for row in rows}
     entries = []
     for one in moves:
         reserved, spent, entry = now[one.key]
@@ -200,8 +193,3 @@ def _move_sqlite(
         ],
     )
     connection.execute(journal.insert().values(at_us=now_us()), entries)
-
-
-def key_of_balance(row: sa.Row[Any]) -> Key:
-    """Return the key of a balance's row."""
-    return Key(row.budget, row.window_us, row.stripe)

@@ -37,7 +37,7 @@ from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.unready import Unready
 
-__all__ = ["columns_of", "first_unknown", "moved", "reserve_many", "write_lines"]
+__all__ = ["columns_of", "first_unknown", "insert_lines", "moved", "repeated", "reserve_many"]
 
 Asked = tuple[ReserveRequest, WireMessage]
 #: What makes a request one and the same: root, owner, request id, nesting.
@@ -75,7 +75,7 @@ def reserve_many(
     for one in asked:
         request, key = one[0], key_of(one[0])
         existing = found[key]
-        outcome = _repeated(request, existing)
+        outcome = repeated(request, existing)
         if key in refused:
             outcome = outcome if isinstance(outcome, Conflict) else refused[key]
         elif existing.reservation_id in new:
@@ -244,8 +244,8 @@ def moved(name: str) -> Unready:
     return Unready(f"what is above budget {name!r}", lambda connection: None)
 
 
-def _repeated(request: ReserveRequest, existing: Any) -> Tried:
-    """Return what a request is that was there already."""
+def repeated(request: ReserveRequest, existing: Any) -> Tried:
+    """Return what a request is, by the reservation that its key has."""
     if existing.reservation_id == request.reservation_id:
         return Reserved(request.reservation_id)
     if existing.fingerprint != request.fingerprint:
@@ -297,7 +297,7 @@ def _write(
         ],
         "reserve",
     )
-    write_lines(
+    insert_lines(
         connection,
         [line for (request, _), draws in admitted for line in _lines(request, draws)],
     )
@@ -324,7 +324,7 @@ def _lines(request: ReserveRequest, draws: tuple[Draw, ...]) -> Iterator[dict[st
         }
 
 
-def write_lines(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+def insert_lines(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     """Insert lines that nothing was used of."""
     fixed = {"stripe": 0, "used": 0, "settled": 0, "extended": 0}
     # What comes back makes SQLAlchemy send them in one statement.

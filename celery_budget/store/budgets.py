@@ -19,7 +19,6 @@ from celery_budget.core.budgets import (
 from celery_budget.core.draws import OPEN, limits_in_force
 from celery_budget.errors import HoldsOpen, UnknownBudget
 from celery_budget.store import levels, windows
-from celery_budget.store.balances import binary
 from celery_budget.store.schema import (
     balances,
     budgets,
@@ -125,13 +124,16 @@ def lock_budgets(connection: Connection, root: str, names: Iterable[str]) -> lis
     anew. Returns the rows of those that exist.
     """
     wanted = sorted(set(names))
+    postgresql = connection.dialect.name == "postgresql"
+    # By code points, as all names are ordered for locking.
+    name: Any = sa.collate(budgets.c.name, "C") if postgresql else budgets.c.name
     rows = connection.execute(
         sa.select(budgets)
         .where(budgets.c.root == root, budgets.c.name.in_(wanted))
-        .order_by(sa.collate(budgets.c.name, binary(connection)))
+        .order_by(name)
         .with_for_update()
     ).all()
-    if rows and connection.dialect.name == "postgresql":
+    if rows and postgresql:
         connection.execute(
             sa.select(balances.c.stripe)
             .where(
@@ -141,7 +143,7 @@ def lock_budgets(connection: Connection, root: str, names: Iterable[str]) -> lis
                 sa.or_(balances.c.end_us > instant() - windows.LATE_US, balances.c.reserved > 0),
             )
             .order_by(
-                sa.collate(balances.c.budget, binary(connection)),
+                sa.collate(balances.c.budget, "C"),
                 balances.c.window_us,
                 balances.c.stripe,
             )
@@ -248,10 +250,11 @@ def balance(connection: Connection, root: str, name: str) -> Balance:
     """
     if is_template(check_name(name)):
         raise UnknownBudget(name)
-    known = levels.levels_of(connection, root, [name])
-    row = connection.execute(levels.select_levels(root, {}).where(budgets.c.name == name)).first()
+    rows = {row.name: row for row in levels.rows_above(connection, root, [name])}
+    row = rows.get(name)
     if row is None:
         raise UnknownBudget(name)
+    known = {above: levels.level(one) for above, one in rows.items()}
     now = 0 if row.window_us is not None else windows.read_now(connection)
     return _balance(row, limits_in_force(known, name)[name][0], now)
 
@@ -260,7 +263,7 @@ def _balance(row: sa.Row[Any], limit: int | None, now: int) -> Balance:
     start_us, end_us = row.window_us, row.end_us
     if start_us is None:
         # Nobody has drawn on this window yet.
-        window = windows.window_now(row, now)
+        window = windows.period_of(row).window(now)
         start_us, end_us = window.start_us, window.end_us
     return Balance(
         row.name,

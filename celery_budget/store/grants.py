@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.amounts import MAX_AMOUNT, check_amount
 from celery_budget.core.budgets import check_own_name, check_text
+from celery_budget.core.draws import Level
 from celery_budget.core.periods import FOREVER_US
 from celery_budget.errors import InvalidAmount, InvalidBudget, KeyConflict, UnknownBudget
 from celery_budget.store import levels
@@ -55,7 +56,7 @@ def grant(
         check_text(reason, "the reason of a grant")
     if check_amount(amount, "a grant") == 0:
         raise InvalidAmount("a grant of 0 grants nothing; give an integer from 1 to 2^63-1")
-    _check_known(connection, root, budget)
+    _level(connection, root, budget)
     existing, now = _row(connection, grants, root, key), read_now(connection)
     if lasts_us is not None:
         until_us = lasts_us + (now if existing is None else existing.created_us)
@@ -103,13 +104,12 @@ def adjust(
         raise InvalidAmount(
             f"an adjustment is an integer from 1 to 2^63-1, added or taken away, not {amount!r}"
         )
-    _check_known(connection, root, budget)
+    window_us = _level(connection, root, budget).window_us
     same = {"budget": budget, "amount": amount}
     existing = _row(connection, adjustments, root, key)
     if existing is not None:
         _check_same(existing, same, key, "adjustment")
         return False
-    window_us = levels.levels_of(connection, root, [budget])[budget].window_us
     if window_us is None:
         raise Unready(f"a window of {budget!r}", partial(open_window, root=root, name=budget))
     written = insert_new(
@@ -160,10 +160,15 @@ def _check_sum(connection: Connection, root: str, budget: str, amount: int, now:
         )
 
 
-def _check_known(connection: Connection, root: str, budget: str) -> None:
-    check_own_name(budget)
-    if budget not in levels.levels_of(connection, root, [budget]):
+def _level(connection: Connection, root: str, budget: str) -> Level:
+    """Return how a budget stands.
+
+    :raises UnknownBudget: where there is none.
+    """
+    level = levels.levels_of(connection, root, [check_own_name(budget)]).get(budget)
+    if level is None:
         raise UnknownBudget(budget)
+    return level
 
 
 def _row(connection: Connection, table: sa.Table, root: str, key: str) -> sa.Row[Any] | None:

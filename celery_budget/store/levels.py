@@ -11,7 +11,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.draws import Level
 from celery_budget.store.schema import balances, budgets, grants, instant
 
-__all__ = ["levels_of", "select_levels"]
+__all__ = ["levels_of", "rows_above", "select_levels"]
 
 
 def levels_of(
@@ -24,6 +24,16 @@ def levels_of(
 
     :param windows: the windows to look at, where they are not those that are open now.
     """
+    return {row.name: level(row) for row in rows_above(connection, root, names, windows)}
+
+
+def rows_above(
+    connection: Connection,
+    root: str,
+    names: Iterable[str],
+    windows: dict[str, int] | None = None,
+) -> list[sa.Row[Any]]:
+    """Return the rows of :func:`select_levels` for the named budgets and all above them."""
     wanted = sorted(set(names))
     up = (
         sa.select(budgets.c.name, budgets.c.parent)
@@ -37,7 +47,7 @@ def levels_of(
         )
     )
     statement = select_levels(root, windows or {}).where(budgets.c.name.in_(sa.select(up.c.name)))
-    return {row.name: level(row) for row in connection.execute(statement)}
+    return list(connection.execute(statement))
 
 
 def level(row: sa.Row[Any]) -> Level:

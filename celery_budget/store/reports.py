@@ -178,9 +178,7 @@ def mismatched_balances(connection: Connection, root: str) -> Rows:
         spent.label("lines_spent"),
     ]
     joined = mine.join(sums, _same_balance(mine.c, sums.c), full=True)
-    return sorted(
-        connection.execute(sa.select(*columns).select_from(joined).where(differ)), key=_balance_key
-    )
+    return list(connection.execute(sa.select(*columns).select_from(joined).where(differ)))
 
 
 def _same_balance(one: Any, other: Any) -> sa.ColumnElement[bool]:
@@ -189,10 +187,6 @@ def _same_balance(one: Any, other: Any) -> sa.ColumnElement[bool]:
         one.window_us == other.window_us,
         one.stripe == other.stripe,
     )
-
-
-def _balance_key(row: sa.Row[Any]) -> tuple[str, int, int]:
-    return row.budget, row.window_us, row.stripe
 
 
 def mismatched_journals(connection: Connection, root: str) -> Rows:
@@ -213,7 +207,7 @@ def mismatched_journals(connection: Connection, root: str) -> Rows:
     )
     changed = number(told.c.changed) > 0
     joined = mine.join(told, _same_balance(mine.c, told.c), full=True)
-    return sorted(
+    return list(
         connection.execute(
             sa.select(
                 *(
@@ -237,8 +231,7 @@ def mismatched_journals(connection: Connection, root: str) -> Rows:
                     mine.c.spent != number(told.c.spent),
                 )
             )
-        ),
-        key=_balance_key,
+        )
     )
 
 

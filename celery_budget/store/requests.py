@@ -27,9 +27,10 @@ from celery_budget.store import declaring, levels
 from celery_budget.store.batch import (
     columns_of,
     first_unknown,
+    insert_lines,
     moved,
+    repeated,
     reserve_many,
-    write_lines,
 )
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
@@ -147,11 +148,7 @@ def _reserve_postgresql(
             row.outcome,
             row.most,
         )
-    if row.reservation_id == request.reservation_id:
-        return Reserved(request.reservation_id)
-    if row.fingerprint != request.fingerprint:
-        return Conflict(request.request_id, request.owner, row.task_id)
-    return AlreadyReserved(row.reservation_id, row.task_id)
+    return repeated(request, row)
 
 
 def note_given_up(connection: Connection, request: ReserveRequest, reason: str) -> None:
@@ -175,7 +172,7 @@ def note_given_up(connection: Connection, request: ReserveRequest, reason: str) 
     if not written:
         return
     known = levels.levels_of(connection, request.root, [one.budget for one in request.lines])
-    write_lines(
+    insert_lines(
         connection,
         [
             {

@@ -23,6 +23,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import outbox
 from celery_budget.store.balances import Move, key_of, lock_balances, move
+from celery_budget.store.batch import insert_lines
 from celery_budget.store.declaring import not_ready
 from celery_budget.store.levels import levels_of
 from celery_budget.store.schema import lines, now_us, reservations
@@ -148,19 +149,15 @@ def renew_start_lines(connection: Connection, root: str, of: Lines) -> list[int]
             "line": number + nth,
             "budget": line.budget,
             "window_us": levels[line.budget].window_us,
-            "stripe": line.stripe,
             "charge": START,
             "unit": line.unit,
             "estimate": line.estimate,
             "reserved": 0,
-            "used": 0,
-            "settled": 0,
-            "extended": 0,
         }
         for nth, line in enumerate(ended, 1)
     ]
     if rows:
-        connection.execute(lines.insert(), rows)
+        insert_lines(connection, rows)
     return [row["line"] for row in rows]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.periods import Period, Window
+from celery_budget.core.periods import Period
 from celery_budget.errors import InvalidPeriod
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import adjustments, balances, budgets, instant, lines, now_us
@@ -70,11 +70,7 @@ def open_window(connection: Connection, root: str, name: str) -> None:
         .order_by(balances.c.window_us.desc())
         .limit(1)
     ).scalar()
-    next_start = connection.execute(
-        sa.select(sa.func.min(balances.c.window_us)).where(
-            balances.c.root == root, balances.c.budget == name, balances.c.window_us > now
-        )
-    ).scalar()
+    next_start = _begins_after(connection, root, name, now)
     if last_end is None or last_end <= now:
         # Rows that are there stay as they are: those of another period, or made by a host whose
         # time zones are of another version.
@@ -85,6 +81,15 @@ def open_window(connection: Connection, root: str, name: str) -> None:
             max(window.start_us, last_end or 0),
             min(window.end_us, next_start or window.end_us),
         )
+
+
+def _begins_after(connection: Connection, root: str, name: str, at_us: int) -> int | None:
+    """Return when the first window of ``name`` begins that does so after ``at_us``."""
+    return connection.execute(
+        sa.select(sa.func.min(balances.c.window_us)).where(
+            balances.c.root == root, balances.c.budget == name, balances.c.window_us > at_us
+        )
+    ).scalar()
 
 
 def insert_window(connection: Connection, root: str, name: str, start_us: int, end_us: int) -> bool:
@@ -113,11 +118,7 @@ def restore_window(connection: Connection, root: str, name: str, start_us: int) 
         .where(budgets.c.root == root, budgets.c.name == name)
         .with_for_update(read=True)
     ).first()
-    following = connection.execute(
-        sa.select(sa.func.min(balances.c.window_us)).where(
-            balances.c.root == root, balances.c.budget == name, balances.c.window_us > start_us
-        )
-    ).scalar()
+    following = _begins_after(connection, root, name, start_us)
     end_us = start_us if row is None else period_of(row).window(start_us).end_us
     insert_window(connection, root, name, start_us, min(end_us, following or end_us))
 
@@ -134,9 +135,7 @@ def retime(connection: Connection, root: str, name: str, period: Period) -> None
     ahead_of_now = sa.select(balances.c.window_us).where(mine, balances.c.window_us > now)
     for window_us in connection.execute(ahead_of_now).scalars().all():
         _prune_one(connection, root, name, window_us)
-    following = connection.execute(
-        sa.select(sa.func.min(balances.c.window_us)).where(mine, balances.c.window_us > now)
-    ).scalar()
+    following = _begins_after(connection, root, name, now)
     ends = period.window(now).end_us
     connection.execute(
         balances.update()
@@ -257,8 +256,3 @@ def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> 
         .returning(balances.c.stripe)
     )
     return len(gone.all())
-
-
-def window_now(row: Any, now: int) -> Window:
-    """Return the window that a budget's row has now, by its period alone."""
-    return period_of(row).window(now)

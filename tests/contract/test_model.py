@@ -719,8 +719,13 @@ class LedgerMachine(RuleBasedStateMachine):
             waits.remove(over)
         # Which comes first is the sweep's to choose; what it admitted is no longer parked.
         left = {row.task_id for row in self.ledger.rows("parked")}
-        for one in waits:
-            if one.request.task_id not in left:
+        for one in list(waits):
+            if one.parked and one.expires:
+                # Its message's time was over before; it is given up, not looked at.
+                assert one.request.task_id not in left
+                one.end("settled")
+                waits.remove(one)
+            elif one.request.task_id not in left:
                 self.admit_parked(one)
         for one in list(self.waiting):
             if one.request.task_id not in left:

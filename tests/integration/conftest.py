@@ -66,6 +66,14 @@ def shop(make_shop: Callable[..., Shop]) -> Shop:
     return make_shop()
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def on_both(request: pytest.FixtureRequest, make_shop: Callable[..., Shop]) -> Shop:
+    """A shop on either store."""
+    if request.param == "sqlite":
+        return make_shop()
+    return make_shop(budget_database_url=request.getfixturevalue("postgres_url"))
+
+
 @pytest.fixture(scope="package")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timezone
 
 import pytest
@@ -23,14 +22,6 @@ DAY_US = 86_400_000_000
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     return runner(capsys, monkeypatch)
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def on_both(request: pytest.FixtureRequest, make_shop: Callable[..., Shop]) -> Shop:
-    """A shop on either store."""
-    if request.param == "sqlite":
-        return make_shop()
-    return make_shop(budget_database_url=request.getfixturevalue("postgres_url"))
 
 
 def ledger_of(shop: Shop) -> Ledger:

@@ -55,14 +55,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return runner(capsys, monkeypatch)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def on_both(request: pytest.FixtureRequest, make_shop: Callable[..., Shop]) -> Shop:
-    """A shop on either store."""
-    if request.param == "sqlite":
-        return make_shop()
-    return make_shop(budget_database_url=request.getfixturevalue("postgres_url"))
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "budgets.toml"

@@ -36,14 +36,6 @@ from tests.services.rabbitmq import RabbitServer
 from tests.services.redis import RedisServer
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def on_both(request: pytest.FixtureRequest, make_shop: Callable[..., Shop]) -> Shop:
-    """A shop on either store."""
-    if request.param == "sqlite":
-        return make_shop()
-    return make_shop(budget_database_url=request.getfixturevalue("postgres_url"))
-
-
 def declare(shop: Shop, budget: Any = "tenant:{tenant}", estimate: Any = None) -> Any:
     """A task whose estimate is its argument ``size``, unless told otherwise."""
 

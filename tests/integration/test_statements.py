@@ -68,7 +68,7 @@ BASELINE = {
         "close": Cost(4, 1),
         "release": Cost(7, 1),
         "sweep": Cost(5, 4),
-        "balance": Cost(2, 1),
+        "balance": Cost(1, 1),
     },
     "sqlite": {
         "reserve": Cost(7, 1),
@@ -93,7 +93,7 @@ BASELINE = {
         "close": Cost(3, 1),
         "release": Cost(8, 1),
         "sweep": Cost(4, 4),
-        "balance": Cost(2, 1),
+        "balance": Cost(1, 1),
     },
 }
 
