@@ -32,7 +32,13 @@ BEGIN
           FROM budget_reservations r
          WHERE r.root = p_root AND r.owner = p_owner AND r.request_id = p_request
            AND r.nesting = p_nesting AND r.state <> 'released';
-        IF NOT FOUND AND v_look.verdict IS NULL THEN
+        IF NOT FOUND AND v_look.verdict IS NOT NULL THEN
+            -- A repeat of this very call finds even what has been released since.
+            SELECT r.reservation_id, r.task_id, r.fingerprint
+              INTO v_existing
+              FROM budget_reservations r
+             WHERE r.root = p_root AND r.reservation_id = p_reservation;
+        ELSIF NOT FOUND THEN
             INSERT INTO budget_reservations (
                 root, reservation_id, owner, request_id, nesting, task_id, task_name, stage,
                 fingerprint, opaque, estimator, estimator_version, parent_id, state, retries,
