@@ -66,7 +66,8 @@ LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 PROFILE = hypothesis_settings(
     max_examples=500 if LONG else 30,
     stateful_step_count=60 if LONG else 30,
-    # The same short runs each time, so that a change is judged by what it changes; long ones search.
+    # The same short runs each time, so that a change is judged by what it changes; the long ones
+    # search.
     derandomize=not LONG,
 )
 
