@@ -9,26 +9,67 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
-from celery_budget.core.reservations import Admitted, Parked, Reserved, ReserveRequest, Tried
+from celery_budget.core.reservations import (
+    Admitted,
+    AlreadyReserved,
+    Backlogged,
+    Conflict,
+    Missing,
+    Parked,
+    Refused,
+    Reserved,
+    ReserveRequest,
+    Skipped,
+    Tried,
+    Unknown,
+)
 from celery_budget.errors import BudgetError
 from celery_budget.settings import Settings
 from celery_budget.store import (
+    Connection,
     Store,
     attempts,
     batch,
     continuations,
     outbox,
     parked,
+    plans,
     refusals,
     requests,
 )
+from celery_budget.store.batch import TURNED_AWAY
+from celery_budget.store.requests import error_of
 
-__all__ = ["admit", "admit_many", "admit_parked", "count_refusal", "enqueue", "retry"]
+__all__ = [
+    "Publication",
+    "Transactions",
+    "activate",
+    "admit",
+    "admit_many",
+    "admit_parked",
+    "count_refusal",
+    "enqueue",
+    "retry",
+]
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Transactions(Protocol):
+    """Where store functions run: in a store's own transactions, or in a caller's."""
+
+    def run(
+        self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call ``function(connection, …)`` in one transaction."""
 
 
 def admit(
@@ -46,7 +87,7 @@ def admit(
     :param continuation: it continues work that runs: what does not fit is parked instead of
         refused, and a fault of the store is waited out instead of raised.
     :param delivered: a worker has the message already; it is kept, not published.
-    :raises UnknownBudget, RequestConflict, StoreError: nothing was changed.
+    :raises UnknownBudget, RequestConflict, OutboxFull, StoreError: nothing was changed.
     """
     delivered_us = settings.republish_us if delivered else None
     if continuation:
@@ -59,29 +100,144 @@ def admit(
             lock_ms=settings.lock_ms,
             park_us=settings.park_us,
         )
-    return store.run_statement(
-        requests.reserve, request, message, delivered_us=delivered_us, lock_ms=settings.lock_ms
+    tried = store.run_statement(
+        requests.try_reserve,
+        request,
+        message,
+        delivered_us=delivered_us,
+        lock_ms=settings.lock_ms,
+        bound=None if delivered else settings.max_outbox,
     )
+    if isinstance(tried, (Backlogged, Unknown, Conflict, Skipped)):
+        raise error_of(tried)
+    return tried
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One message that is to go out with others, and the request to be admitted for it.
+
+    :ivar request: none for a message that draws on no budget.
+    :ivar message: none for a later step of a chain that is reserved whole.
+    :ivar unit: of several with one number all are admitted, or none.
+    :ivar continuation: it continues work that runs: what does not fit is parked, by itself.
+    :ivar parent: the reservation whose attempt publishes a message without a request.
+    :ivar needs: the reservation without which such a message must not go out: it tells of it.
+    """
+
+    request: ReserveRequest | None
+    message: WireMessage | None
+    unit: int = 0
+    continuation: bool = False
+    parent: uuid.UUID | None = None
+    needs: uuid.UUID | None = None
 
 
 def admit_many(
-    store: Store,
+    transactions: Transactions,
     settings: Settings,
-    asked: Sequence[tuple[ReserveRequest, WireMessage]],
+    publications: Sequence[Publication],
     *,
-    best_effort: bool = False,
-) -> list[Tried]:
-    """Reserve several requests in one transaction and a fixed number of statements.
+    repeats_whole: bool = False,
+) -> list[Tried | Parked | None]:
+    """Admit several publications in one transaction and a fixed number of statements.
 
-    All or none; with ``best_effort`` each that fits, in their order.
+    All or none of each unit, its messages without a budget included. What continues running work is
+    parked where it does not fit, a statement for each.
 
-    :return: what came of each. An error of one is an outcome here: none raises but where the whole
-        batch fails.
+    :param repeats_whole: where all requests were admitted before, its other messages were written
+        then as well: they are not written again.
+    :return: what came of each, in their order; none for those without a request. An error of one is
+        an outcome here: none raises but where the whole batch fails.
     :raises StoreError: nothing was changed.
     """
+    if not publications:
+        return []
+    return transactions.run(_admit_many, settings, publications, repeats_whole)
+
+
+def _admit_many(
+    connection: Connection,
+    settings: Settings,
+    publications: Sequence[Publication],
+    repeats_whole: bool,
+) -> list[Tried | Parked | None]:
+    outbox.lock_orders(
+        connection, settings.root, [one.message for one in publications if one.message]
+    )
+    outcomes: list[Tried | Parked | None] = [None] * len(publications)
+    for continuation in (True, False):
+        numbers = [
+            number
+            for number, one in enumerate(publications)
+            if one.request is not None and one.continuation is continuation
+        ]
+        some = [publications[number] for number in numbers]
+        admit = _admit_or_park if continuation else _admit_units
+        for number, outcome in zip(numbers, admit(connection, settings, some), strict=True):
+            outcomes[number] = outcome
+    turned = {
+        one.unit
+        for one, outcome in zip(publications, outcomes, strict=True)
+        if isinstance(outcome, TURNED_AWAY) and not one.continuation
+    }
+    reserved = {outcome.reservation_id for outcome in outcomes if isinstance(outcome, Reserved)}
+    repeated = repeats_whole and not reserved and any(outcomes)
+    outbox.enqueue_plain(
+        connection,
+        settings.root,
+        [
+            (one.message, one.parent)
+            for one in publications
+            if one.request is None
+            and one.message is not None
+            and one.unit not in turned
+            and (one.needs is None or one.needs in reserved)
+            and not repeated
+        ],
+    )
+    return outcomes
+
+
+def _admit_units(
+    connection: Connection, settings: Settings, publications: Sequence[Publication]
+) -> list[Tried]:
+    asked = _asked(publications)
     if not asked:
         return []
-    return store.run(batch.reserve_many, settings.root, asked, best_effort=best_effort)
+    request, message = asked[0]
+    if len(asked) == 1 and message is not None:
+        # By the function, where there is one: one statement.
+        lock_ms, bound = settings.lock_ms, settings.max_outbox
+        return [requests.try_reserve(connection, request, message, lock_ms=lock_ms, bound=bound)]
+    return batch.reserve_many(
+        connection,
+        settings.root,
+        asked,
+        units=[one.unit for one in publications],
+        bound=settings.max_outbox,
+    )
+
+
+def _admit_or_park(
+    connection: Connection, settings: Settings, publications: Sequence[Publication]
+) -> list[Tried | Parked]:
+    if not publications:
+        return []
+    asked = _asked(publications)
+    tried = batch.reserve_many(
+        connection, settings.root, asked, units=range(len(asked)), note=False
+    )
+    return [
+        Parked(parked.park(connection, request, message, settings.park_us))
+        if isinstance(outcome, Refused) and message is not None
+        else outcome
+        for (request, message), outcome in zip(asked, tried, strict=True)
+    ]
+
+
+def _asked(publications: Sequence[Publication]) -> list[batch.Asked]:
+    return [(one.request, one.message) for one in publications if one.request is not None]
 
 
 def retry(
@@ -103,6 +259,17 @@ def retry(
     return store.wait_out(
         stop, attempts.write_retry, request, message, attempt, claim_id, settings.park_us
     )
+
+
+def activate(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    message: WireMessage,
+    stop: threading.Event | None = None,
+) -> Reserved | AlreadyReserved | Missing:
+    """Write the message of a planned step whose turn has come; waits out faults of the store."""
+    return store.wait_out(stop, plans.activate, request, message)
 
 
 def enqueue(

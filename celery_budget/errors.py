@@ -14,6 +14,7 @@ __all__ = [
     "BudgetExceeded",
     "ClaimLost",
     "ConfigurationError",
+    "EnlistError",
     "EstimateError",
     "HoldsOpen",
     "InvalidAmount",
@@ -22,6 +23,8 @@ __all__ = [
     "InvalidPeriod",
     "KeyConflict",
     "NotInstalled",
+    "NotQuarantined",
+    "OutboxFull",
     "PolicyError",
     "RequestConflict",
     "RequestNotRun",
@@ -56,6 +59,10 @@ class PolicyError(BudgetError):
 
 class EstimateError(PolicyError):
     """The task's estimator raised instead of returning an amount."""
+
+
+class EnlistError(BudgetError):
+    """A connection cannot be enlisted, or not used as it is while one is. Nothing was changed."""
 
 
 class InvalidAmount(BudgetError, ValueError):
@@ -127,6 +134,23 @@ class UnknownRequest(BudgetError, LookupError):
 
     def __str__(self) -> str:
         return f"no request {self.some_id!r} was admitted or parked; nothing was changed"
+
+
+class NotQuarantined(BudgetError, LookupError):
+    """No message with this id is in quarantine. Nothing was changed.
+
+    :param some_id: the id that was looked for.
+    """
+
+    def __init__(self, some_id: str) -> None:
+        super().__init__(some_id)
+        self.some_id = some_id
+
+    def __str__(self) -> str:
+        return (
+            f"no message {self.some_id!r} is in quarantine; see 'celery -A PROJ budget quarantine "
+            "list'"
+        )
 
 
 class RequestRuns(BudgetError):
@@ -255,6 +279,26 @@ _REASONS = {
     "draining": "is draining and takes nothing new",
     "closed": "is closed",
 }
+
+
+class OutboxFull(BudgetError):
+    """More messages wait to be published than ``budget_max_outbox`` allows. Nothing was changed.
+
+    :param messages: how many waited when they were last counted.
+    :param bound: the setting.
+    """
+
+    def __init__(self, messages: int, bound: int) -> None:
+        super().__init__(messages, bound)
+        self.messages = messages
+        self.bound = bound
+
+    def __str__(self) -> str:
+        return (
+            f"{self.messages} messages wait to be published, and budget_max_outbox is "
+            f"{self.bound}; see that a relay runs ('celery -A PROJ budget relay --health') and "
+            "that it reaches the broker, then try again"
+        )
 
 
 class RequestNotRun(BudgetError):

@@ -6,8 +6,9 @@ field's name (``CELERY_BUDGET_…`` under the ``CELERY`` namespace, as for Celer
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from celery_budget.core.budgets import check_name
@@ -20,10 +21,13 @@ PREFIX = "budget_"
 
 #: How soon a rejected message comes again, in microseconds; doubled each time.
 REJECTED_US = 1_000_000
+#: What another broker may be called.
+NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
 #: No number of a setting makes sense above this: seconds of thirty years.
 MOST = 1_000_000_000
-#: Locks are waited for within a statement, whose time-out PostgreSQL keeps in 31 bits.
-MOST_LOCK_SECONDS = 86_400
+#: Locks are waited for within a statement, whose time-out PostgreSQL keeps in 31 bits; a statement
+#: names each message of a batch.
+MOST_OF = {"lock_seconds": 86_400, "batch_size": 10_000}
 
 _URL_FORMS = (
     "'postgresql+psycopg://user@host/name' for PostgreSQL, or 'sqlite:////absolute/path.db' "
@@ -36,6 +40,8 @@ class Settings:
     """Everything that can be set.
 
     :ivar database_url: SQLAlchemy URL of the ledger. Required.
+    :ivar listen_url: SQLAlchemy URL by which a relay listens for notifications, past a proxy that
+        pools transactions; by default that of the ledger (PostgreSQL only).
     :ivar root: first part of every key; applications that share budgets share it.
     :ivar lease_seconds: how long a worker may be silent before its attempt counts as lapsed.
     :ivar unreserved: what a worker does with a message of a budgeted task that came without a
@@ -44,6 +50,10 @@ class Settings:
     :ivar max_publishes: how often one message is published (or tried) before its hold is released.
     :ivar poll_seconds: how often an idle relay looks for due messages.
     :ivar batch_size: how many messages a relay takes at a time.
+    :ivar brokers: names and URLs of other brokers that tasks are sent to by ``connection=`` or
+        ``producer=``; the ledger keeps the name, not the URL.
+    :ivar max_outbox: how many messages may wait to be published; beyond that nothing new is
+        admitted.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
     :ivar sweep_seconds: how often recovery and parked work are looked at.
     :ivar republish_seconds: after this time a published message that was never started is
@@ -56,6 +66,7 @@ class Settings:
     """
 
     database_url: str
+    listen_url: str = ""
     root: str = "default"
     lease_seconds: float = 60.0
     unreserved: str = "admit"
@@ -63,6 +74,8 @@ class Settings:
     max_publishes: int = 12
     poll_seconds: float = 0.1
     batch_size: int = 100
+    brokers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    max_outbox: int = 1_000_000
     publish_seconds: float = 30.0
     sweep_seconds: float = 1.0
     republish_seconds: float = 300.0
@@ -108,14 +121,14 @@ class Settings:
         :raises ConfigurationError: naming the key, its value and what it may be.
         """
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = get(PREFIX + field.name)
+        for one in fields(cls):
+            value = get(PREFIX + one.name)
             if value is not None:
-                values[field.name] = _convert(field.name, str(field.type), value)
-            elif field.default is MISSING:
+                values[one.name] = _convert(one.name, str(one.type), value)
+            elif one.default is MISSING and one.default_factory is MISSING:
                 raise ConfigurationError(
-                    f"{PREFIX}{field.name} is not set "
-                    f"(CELERY_{PREFIX.upper()}{field.name.upper()} under the CELERY namespace); "
+                    f"{PREFIX}{one.name} is not set "
+                    f"(CELERY_{PREFIX.upper()}{one.name.upper()} under the CELERY namespace); "
                     f"give {_URL_FORMS}"
                 )
         settings = cls(**values)
@@ -126,6 +139,11 @@ class Settings:
         if "://" not in self.database_url:
             raise ConfigurationError(
                 f"{PREFIX}database_url is {self.database_url!r}; give {_URL_FORMS}"
+            )
+        if self.listen_url and not self.listen_url.startswith(("postgresql://", "postgresql+")):
+            raise ConfigurationError(
+                f"{PREFIX}listen_url is {self.listen_url!r}; give a URL of the ledger's "
+                "PostgreSQL: 'postgresql+psycopg://user@host/name'"
             )
         if self.unreserved not in ("admit", "reject"):
             raise ConfigurationError(
@@ -145,14 +163,33 @@ class Settings:
 def _convert(name: str, kind: str, value: Any) -> Any:
     """Return ``value`` as the field's type, numbers being above 0."""
     if kind == "str":
-        if isinstance(value, str) and value:
+        if isinstance(value, str) and (value or name == "listen_url"):
             return value
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
+    if name == "brokers":
+        return _brokers(value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
-    most = MOST_LOCK_SECONDS if name == "lock_seconds" else MOST
+    most = MOST_OF.get(name, MOST)
     if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
         raise ConfigurationError(
             f"{PREFIX}{name} is {value!r}; give {'an integer' if kind == 'int' else 'a number'} "
             f"above 0, at most {most}"
         )
     return int(value) if kind == "int" else float(value)
+
+
+def _brokers(value: Any) -> dict[str, str]:
+    """Return names and URLs as a copy; what is said of a wrong one does not show its password."""
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{PREFIX}brokers is no mapping of names to URLs")
+    for name, url in value.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"{PREFIX}brokers has the name {name!r}; give 1 to 255 letters, digits, '.', '_' "
+                "or '-'"
+            )
+        if not isinstance(url, str) or "://" not in url:
+            raise ConfigurationError(
+                f"{PREFIX}brokers has no URL for {name!r}; give one like 'amqp://user@host//'"
+            )
+    return dict(value)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["WireMessage"]
+__all__ = ["MIDDLE_RANK", "RANKS", "WireMessage"]
+
+#: How many ranks there are, from 0 on, which goes first.
+RANKS = 10
+#: The rank of a message without a priority.
+MIDDLE_RANK = 5
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,10 @@ class WireMessage:
     :ivar queue: where it goes, for people to read.
     :ivar due_us: microseconds since the epoch before which it must not be published; 0 for at once.
     :ivar expires_us: after which it must not be published any more; none for never.
+    :ivar rank: which of several that are due goes first: the smaller one, from 0 on.
+    :ivar order_key: messages with one key are published one after another, in the order they were
+        written; none for no such order.
+    :ivar broker: the name of the broker it goes to; empty for the application's own.
     """
 
     task_id: str
@@ -29,3 +38,6 @@ class WireMessage:
     queue: str
     due_us: int = 0
     expires_us: int | None = None
+    rank: int = MIDDLE_RANK
+    order_key: str | None = None
+    broker: str = ""

@@ -146,9 +146,12 @@ class BudgetPolicy:
         signature: inspect.Signature,
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
+        unknown: type | None = None,
     ) -> Evaluation:
         """Work out the budgets and the estimates for one call.
 
+        :param unknown: the type of what stands for arguments that are not known yet; nothing may
+            depend on them.
         :raises PolicyError: where the arguments do not fit the signature or a name fails.
         :raises EstimateError: where an estimator raises.
         :raises InvalidAmount: where an estimate is not an amount.
@@ -160,17 +163,32 @@ class BudgetPolicy:
             raise PolicyError(f"the arguments do not fit {task_name}{signature}: {exc}") from exc
         bound.apply_defaults()
         arguments = bound.arguments
+        known = arguments if unknown is None else _Known(task_name, arguments, unknown)
         return Evaluation(
             tuple(
-                Line(
-                    _name(line, task_name, arguments),
-                    _estimate(line, task_name, arguments),
-                    line.charge,
-                )
+                Line(_name(line, task_name, known), _estimate(line, task_name, known), line.charge)
                 for line in self.lines
             ),
             arguments,
         )
+
+
+class _Known(dict[str, object]):
+    """Arguments of which some are not known yet: asking for one of those is an error."""
+
+    def __init__(self, task_name: str, arguments: Mapping[str, object], unknown: type) -> None:
+        super().__init__(arguments)
+        self._task_name = task_name
+        self._unknown = unknown
+
+    def __getitem__(self, name: str) -> object:
+        value = super().__getitem__(name)
+        if isinstance(value, self._unknown):
+            raise PolicyError(
+                f"the budget of {self._task_name} depends on {name!r}, which is {value!r}; reserve "
+                "the chain step by step, or have its budgets and estimates depend on what is known"
+            )
+        return value
 
 
 def _check_line(line: BudgetLine, task_name: str, known: set[str]) -> None:

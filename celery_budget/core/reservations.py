@@ -2,11 +2,12 @@
 
 ::
 
-    reserved -> published -> running <-> waiting
-        \\           \\           \\          \\
-         +-> released +-> released +-> settled +-> settled
-                                   +-> lost
+    planned -> reserved -> published -> running <-> waiting
+        \\          \\           \\           \\          \\
+         +--------> +-> released +-> released +-> settled +-> settled
+                                              +-> lost
 
+``planned``: a later step of a chain that was reserved whole; its message is not written yet.
 ``settled``: it ran to an end, or ran and will not run again. ``released``: it never ran.
 ``lost``: it ran and its outcome is unknown. A terminal state is reached once.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "AlreadyExtended",
     "AlreadyRecorded",
     "AlreadyReserved",
+    "Backlogged",
     "Claimed",
     "Closed",
     "Conflict",
@@ -102,6 +104,8 @@ class ReserveRequest:
     :ivar retries: Celery's count of retries in the message.
     :ivar unreserved: whether a worker admits a message that came without a reservation.
     :ivar finishing: whether it continues what was started, and may use what is above a soft stop.
+    :ivar plan: of a chain that is reserved whole: the reservation of its first step.
+    :ivar step: which step of it this is, the first being 0.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -122,6 +126,8 @@ class ReserveRequest:
     retries: int = 0
     unreserved: bool = False
     finishing: bool = False
+    plan: uuid.UUID | None = None
+    step: int | None = None
 
     def __post_init__(self) -> None:
         names = [line.budget for line in self.lines]
@@ -189,6 +195,14 @@ Admitted = Reserved | AlreadyReserved | Refused | Parked
 
 
 @dataclass(frozen=True)
+class Backlogged:
+    """Too many messages wait to be published already; nothing was changed."""
+
+    messages: int
+    bound: int
+
+
+@dataclass(frozen=True)
 class Unknown:
     """The request names a budget that does not exist, and no template stands for it."""
 
@@ -210,7 +224,7 @@ class Skipped:
 
 
 #: What comes of one of several requests that are admitted together.
-Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Skipped
+Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
-from celery_budget.store import outbox, parked, usage
+from celery_budget.store import outbox, parked, plans, usage
 from celery_budget.store.continuations import again_request, next_attempt, refit
 from celery_budget.store.reservations import charge_of, finish, lines_of, lock, start
 from celery_budget.store.schema import attempts, now_us, reservations
@@ -254,7 +254,19 @@ def end(
             if outcome.kind == "returned" and usage.is_unmetered(line, recorded)
         }
         charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
-        finish(connection, root, row, "settled", charges, unmetered=bool(fresh), of=of)
+        goes_on = outcome.kind == "returned"
+        if outcome.kind == "replaced" and row.plan_id is not None:
+            goes_on = plans.hand_over(connection, row)
+        finish(
+            connection,
+            root,
+            row,
+            "settled",
+            charges,
+            unmetered=bool(fresh),
+            of=of,
+            goes_on=goes_on,
+        )
         write_end(connection, root, reservation_id, attempt, outcome, is_open=True)
         return Ended("settled")
     return Ended("waiting")
@@ -366,11 +378,11 @@ def close(
 ) -> bool:
     """Close an attempt that has ended: erase its payload, drop the reservation's messages.
 
-    From here on a duplicate of its message does nothing. False where the fence is gone or the
-    attempt is closed already.
+    From here on a duplicate of its message does nothing. Planned steps that its success has not
+    reached are released. False where the fence is gone or the attempt is closed already.
     """
     row = lock(connection, root, reservation_id)
-    closed = connection.execute(
+    outcome = connection.execute(
         attempts.update()
         .where(
             attempt_key(root, reservation_id, attempt),
@@ -379,10 +391,13 @@ def close(
             attempts.c.lease_until_us.is_not(None),
         )
         .values(lease_until_us=None, payload=None)
-    ).rowcount
-    if closed and row is not None and row.ended_us is not None:
+        .returning(attempts.c.outcome)
+    ).scalar()
+    if outcome is not None and row is not None and row.ended_us is not None:
         outbox.drop(connection, root, reservation_id)
-    return bool(closed)
+        if row.plan_id is not None and outcome == "returned":
+            plans.release_unreached(connection, row)
+    return outcome is not None
 
 
 def renew(

@@ -21,6 +21,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
     AlreadyReserved,
+    Backlogged,
     Conflict,
     Refused,
     Reserved,
@@ -30,16 +31,30 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import budgets, declaring, levels, outbox
+from celery_budget.store import backlog, budgets, declaring, levels, outbox
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.unready import Unready
 
-__all__ = ["columns_of", "first_unknown", "insert_lines", "moved", "repeated", "reserve_many"]
+#: How budgets stand, and the names of those that a template could make.
+_Standing = tuple[dict[str, Level], set[str]]
+#: Outcomes for which a batch that is all or none is none.
+TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged)
 
-Asked = tuple[ReserveRequest, WireMessage]
+__all__ = [
+    "TURNED_AWAY",
+    "columns_of",
+    "first_unknown",
+    "insert_lines",
+    "moved",
+    "repeated",
+    "reserve_many",
+]
+
+#: A request and its message; none for a step that is planned, or that starts in its own process.
+Asked = tuple[ReserveRequest, WireMessage | None]
 #: What makes a request one and the same: root, owner, request id, nesting.
 RequestKey = tuple[str, str, int]
 
@@ -49,65 +64,40 @@ def reserve_many(
     root: str,
     asked: Sequence[Asked],
     *,
-    best_effort: bool,
+    units: Sequence[int] | None = None,
     delivered_us: int | None = None,
     note: bool = True,
+    bound: int | None = None,
 ) -> list[Tried]:
     """Admit requests of ``root`` in one transaction; what came of each, in their order.
 
-    All of them or, where one does not fit, none (the others are ``Skipped``); with
-    ``best_effort`` each that fits, in their order. One that was admitted before fits. A request
-    that comes twice in one batch is one, be it admitted or not.
+    All of them or, where one does not fit, none (the others are ``Skipped``). One that was admitted
+    before fits. A request that comes twice in one batch is one, be it admitted or not.
 
-    Locks the new reservations' keys in order, then all balances in order: of two batches that meet
-    the second waits for the first. Everything is decided behind the locks.
+    Locks the messages' order keys, the new reservations' keys in order, then all balances in order:
+    of two batches that meet the second waits for the first. Everything is decided behind the locks.
 
+    :param units: which requests belong together, a number for each: all or none of a unit, one unit
+        after another in the order of their first requests. All are one unit unless given.
     :param delivered_us: as for :func:`celery_budget.store.requests.reserve`.
     :param note: count refusals in the reports.
+    :param bound: as for :func:`celery_budget.store.requests.reserve`; beyond it what is new is
+        ``Backlogged``.
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
+    outbox.lock_orders(connection, root, [message for _, message in asked if message])
     found, inserted = _insert(connection, root, asked, delivered_us)
-    known, possible = _standing(connection, root, asked) if inserted else ({}, set())
-    new = {row.reservation_id for row in inserted}
-    outcomes: list[Tried] = []
-    admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
-    refused: dict[RequestKey, Tried] = {}
-    for one in asked:
-        request, key = one[0], key_of(one[0])
-        existing = found[key]
-        outcome = repeated(request, existing)
-        if key in refused:
-            outcome = outcome if isinstance(outcome, Conflict) else refused[key]
-        elif existing.reservation_id in new:
-            # The first of its key; what follows it in this batch finds it.
-            new.remove(existing.reservation_id)
-            decided = _decide(request, known, possible)
-            if isinstance(decided, tuple):
-                admitted.append((one, decided))
-                _take(known, decided)
-            else:
-                outcome = refused[key] = decided
-        outcomes.append(outcome)
-    if not best_effort and any(isinstance(one, (Refused, Unknown, Conflict)) for one in outcomes):
-        dropped = {request.reservation_id for (request, _), _ in admitted}
-        outcomes = [
-            Skipped()
-            if isinstance(one, (Reserved, AlreadyReserved)) and one.reservation_id in dropped
-            else one
-            for one in outcomes
-        ]
-        admitted = []
-    kept = {request.reservation_id for (request, _), _ in admitted}
-    unopened = [
-        draw.budget
-        for _, draws in admitted
-        for draw in draws
-        if known[draw.budget].window_us is None
-    ]
-    if unopened:
-        raise declaring.not_ready(root, unopened)
+    waiting = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
+    full = None if bound is None or waiting < bound else Backlogged(waiting, bound)
+    standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
+    trial = _Trial(standing, found, {row.reservation_id for row in inserted}, full)
+    for unit in _by_unit(asked, units):
+        trial.decide(unit)
+    trial.check_windows(root)
+    kept = {request.reservation_id for (request, _), _ in trial.admitted}
     _delete(connection, root, {row.reservation_id for row in inserted} - kept)
-    _write(connection, root, admitted, delivered_us)
+    _write(connection, root, trial.admitted, delivered_us)
+    outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
         note_refusals(
             connection,
@@ -119,6 +109,90 @@ def reserve_many(
             ],
         )
     return outcomes
+
+
+def _by_unit(asked: Sequence[Asked], units: Sequence[int] | None) -> list[list[tuple[int, Asked]]]:
+    """Return the requests of each unit with their numbers, units in the order they begin."""
+    of: dict[int, list[tuple[int, Asked]]] = {}
+    for number, one in enumerate(asked):
+        of.setdefault(0 if units is None else units[number], []).append((number, one))
+    return list(of.values())
+
+
+class _Trial:
+    """Decides units of requests, each with what those before it have left.
+
+    :ivar outcomes: by the number of the request.
+    :ivar admitted: those to be written, and what they draw.
+    """
+
+    def __init__(
+        self,
+        standing: _Standing,
+        found: dict[RequestKey, Any],
+        new: set[uuid.UUID],
+        full: Backlogged | None,
+    ) -> None:
+        self.outcomes: dict[int, Tried] = {}
+        self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
+        self._known, self._possible = standing
+        self._found = found
+        self._new = new
+        self._full = full
+        self._turned: dict[RequestKey, Tried] = {}
+
+    def decide(self, unit: list[tuple[int, Asked]]) -> None:
+        """Decide one unit: all of it, or none and nothing taken."""
+        taken: list[tuple[Asked, tuple[Draw, ...]]] = []
+        for number, one in unit:
+            self.outcomes[number] = self._decide_one(one, taken)
+        # Left out here is what an earlier unit asked for as well, and was turned away with.
+        if not any(
+            isinstance(self.outcomes[number], (*TURNED_AWAY, Skipped)) for number, _ in unit
+        ):
+            self.admitted.extend(taken)
+            return
+        dropped = {request.reservation_id for (request, _), _ in taken}
+        for (request, _), draws in taken:
+            _take(self._known, draws, -1)
+            self._turned[key_of(request)] = Skipped()
+        for number, _ in unit:
+            outcome = self.outcomes[number]
+            here = isinstance(outcome, (Reserved, AlreadyReserved))
+            if here and outcome.reservation_id in dropped:  # type: ignore[union-attr]
+                self.outcomes[number] = Skipped()
+
+    def _decide_one(self, one: Asked, taken: list[tuple[Asked, tuple[Draw, ...]]]) -> Tried:
+        request, key = one[0], key_of(one[0])
+        existing = self._found[key]
+        outcome = repeated(request, existing)
+        if key in self._turned:
+            return outcome if isinstance(outcome, Conflict) else self._turned[key]
+        if existing.reservation_id not in self._new:
+            return outcome
+        # The first of its key; what follows it in this batch finds it.
+        self._new.remove(existing.reservation_id)
+        decided = self._full or _decide(request, self._known, self._possible)
+        if not isinstance(decided, tuple):
+            self._turned[key] = decided
+            return decided
+        taken.append((one, decided))
+        _take(self._known, decided, 1)
+        return outcome
+
+    def check_windows(self, root: str) -> None:
+        """Check that what is drawn on has its windows.
+
+        :raises Unready: where one has to be opened before.
+        """
+        unopened = [
+            draw.budget
+            for _, draws in self.admitted
+            for draw in draws
+            if self._known[draw.budget].window_us is None
+        ]
+        if unopened:
+            raise declaring.not_ready(root, unopened)
 
 
 def key_of(request: ReserveRequest) -> RequestKey:
@@ -134,18 +208,19 @@ def _insert(
     In the order of their keys, so that of two batches with the same ones the second waits.
     """
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    state = "reserved" if delivered_us is None else "published"
     first: dict[RequestKey, ReserveRequest] = {}
-    for request, _ in asked:
+    states: dict[RequestKey, str] = {}
+    for request, message in asked:
         first.setdefault(key_of(request), request)
+        written = "planned" if message is None else "reserved"
+        states.setdefault(key_of(request), written if delivered_us is None else "published")
     fixed = {
-        "state": state,
         "attempts": 0,
         "deliveries": 0,
         "unmetered": False,
         "over": False,
     }
-    rows = [{**columns_of(first[key]), **fixed} for key in sorted(first)]
+    rows = [{**columns_of(first[key]), "state": states[key], **fixed} for key in sorted(first)]
     seen = (
         reservations.c.reservation_id,
         reservations.c.task_id,
@@ -178,10 +253,6 @@ def _insert(
     if any(key not in found for key in first):
         raise StoreError("a request was released while it was repeated; try again", True)
     return found, inserted
-
-
-#: How budgets stand, and the names of those that a template could make.
-_Standing = tuple[dict[str, Level], set[str]]
 
 
 def _standing(connection: Connection, root: str, asked: Sequence[Asked]) -> _Standing:
@@ -263,11 +334,11 @@ def _decide(
     return decide(request.lines, known, request.finishing)
 
 
-def _take(known: dict[str, Level], draws: tuple[Draw, ...]) -> None:
-    """Count what was decided, for the decisions that follow."""
+def _take(known: dict[str, Level], draws: tuple[Draw, ...], sign: int) -> None:
+    """Count what was decided, for the decisions that follow; or take that back."""
     for draw in draws:
         level = known[draw.budget]
-        known[draw.budget] = replace(level, reserved=level.reserved + draw.amount)
+        known[draw.budget] = replace(level, reserved=level.reserved + sign * draw.amount)
 
 
 def _delete(connection: Connection, root: str, ids: set[uuid.UUID]) -> None:
@@ -304,7 +375,7 @@ def _write(
     outbox.enqueue_many(
         connection,
         root,
-        [(request, message) for (request, message), _ in admitted],
+        [(request, message) for (request, message), _ in admitted if message is not None],
         delivered_us,
     )
 
@@ -354,4 +425,6 @@ def columns_of(request: ReserveRequest) -> dict[str, Any]:
         "retries": request.retries,
         "unreserved": request.unreserved,
         "charges_start": any(line.charge == START for line in request.lines),
+        "plan_id": request.plan,
+        "step": request.step,
     }

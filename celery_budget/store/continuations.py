@@ -13,7 +13,6 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.draws import chain
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -56,6 +55,7 @@ __all__ = [
     "again_request",
     "cancel",
     "give_up",
+    "hold_next",
     "next_attempt",
     "refit",
     "reserve_or_park",
@@ -102,7 +102,7 @@ def next_attempt(
     if parked_id is not None:
         # A repeat after a lost answer.
         return Parked(parked_id)
-    if _hold_next(connection, request):
+    if hold_next(connection, request) is None:
         _write_next(connection, request, message, after_attempt, running)
         return Reserved(reservation_id)
     of = lines_of(connection, request.root, reservation_id)
@@ -137,11 +137,12 @@ def _write_next(
     )
 
 
-def _hold_next(connection: Connection, request: ReserveRequest) -> bool:
-    """Make each line hold its estimate on top of what was used; all or none, false for none.
+def hold_next(connection: Connection, request: ReserveRequest) -> Refused | None:
+    """Make each line hold its estimate on top of what was used; all, or none and why.
 
     What the request asks of a budget it asks of all above it. What is charged at the start of each
-    attempt is taken from the window that is open now, by a line of its own.
+    attempt is taken from the window that is open now, by a line of its own. The caller holds the
+    reservation's row. Locks the balances in order.
     """
     reservation_id = request.reservation_id
     of = lines_of(connection, request.root, reservation_id)
@@ -149,21 +150,18 @@ def _hold_next(connection: Connection, request: ReserveRequest) -> bool:
     if added:
         of = lines_of(connection, request.root, reservation_id)
     estimates = _estimates(connection, request, of)
-    holds = _holds(of, estimates)
-    fits = (
-        max(holds.values()) <= MAX_AMOUNT
-        and raise_holds(connection, request.root, of, holds, "raise") is None
-    )
-    if not fits:
+    # More than an amount can be fits no limit.
+    refused = raise_holds(connection, request.root, of, _holds(of, estimates), "raise")
+    if refused is not None:
         drop_lines(connection, request.root, reservation_id, added)
-        return False
+        return refused
     write_lines(
         connection,
         request.root,
         reservation_id,
         {"estimate": estimates, "extended": dict.fromkeys(estimates, 0)},
     )
-    return True
+    return None
 
 
 def _holds(of: list[sa.Row[Any]], estimates: dict[int, int]) -> dict[int, int]:
@@ -260,7 +258,7 @@ def try_parked(
     elif held is None or held.state in TERMINAL:
         fits = True
     else:
-        fits = _hold_next(connection, request)
+        fits = hold_next(connection, request) is None
         if fits:
             running = held.state == "running" and held.attempts == row.after_attempt
             _write_next(connection, request, message, row.after_attempt, running)

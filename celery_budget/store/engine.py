@@ -11,18 +11,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_budget.core.backoff import backoff_seconds
-from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
+from celery_budget.errors import (
+    ConfigurationError,
+    EnlistError,
+    InvalidAmount,
+    SchemaError,
+    StoreError,
+)
 from celery_budget.store.unready import Unready
 
-__all__ = ["Store"]
+__all__ = ["PREPARATIONS", "Store", "Writer", "enlisted", "state_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,24 @@ _READ = "budget_read"
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
+class Writer(Protocol):
+    """A caller's transaction on SQLite that our functions run in."""
+
+    @property
+    def key(self) -> object:
+        """The connection it is of."""
+
+    def is_over(self) -> bool:
+        """Tell whether nobody waits for it any more."""
+
+    def holds(self, store: Store) -> bool:
+        """Tell whether ``store`` would wait for it in order to write."""
+
+
+#: Callers' transactions on SQLite that this context is in.
+enlisted: ContextVar[tuple[Writer, ...]] = ContextVar("budget_enlisted", default=())
+
+
 class Store:
     """The ledger's database.
 
@@ -58,6 +84,7 @@ class Store:
     def __init__(self, url: str, lock_seconds: float = 5.0) -> None:
         self._gate = threading.RLock()
         self._lock_ms = max(1, int(lock_seconds * 1000))
+        self._url = url
         self._engine = _create_engine(url, self._lock_ms)
         self._autocommit = (
             self._engine.execution_options(isolation_level="AUTOCOMMIT")
@@ -65,6 +92,9 @@ class Store:
             else self._engine
         )
         self._default_isolation: str | None = None
+        # The connection of `changed`, and what it said last.
+        self._watching: PoolProxiedConnection | None = None
+        self._version: int | None = None
         _stores.add(self)
 
     @property
@@ -75,7 +105,17 @@ class Store:
     @property
     def url(self) -> str:
         """The URL without its password, for messages."""
-        return self._engine.url.render_as_string(hide_password=True)
+        return _shown(self._engine)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of its own connections, for who lends others to its functions."""
+        return self._engine
+
+    @property
+    def lock_ms(self) -> int:
+        """How long a statement waits for a lock, in milliseconds."""
+        return self._lock_ms
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -83,8 +123,10 @@ class Store:
 
         :raises StoreError: for whatever the database or the way to it refuses.
         :raises SchemaError: where tables are missing.
+        :raises EnlistError: on SQLite, in a caller's transaction that has the one write lock.
         """
-        with self._translated(), self._gated(), self._engine.begin() as connection:
+        self._check_alone()
+        with self.translated(), self._gated(), self._engine.begin() as connection:
             if self.dialect == "postgresql":
                 connection.execute(
                     sa.text("SELECT set_config('lock_timeout', :ms, true)"),
@@ -98,7 +140,7 @@ class Store:
         options: dict[str, Any] = {_READ: True}
         if self.dialect == "postgresql":
             options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-        with self._translated(), self._gated(), self._engine.connect() as connection:
+        with self.translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
 
     @contextmanager
@@ -112,8 +154,54 @@ class Store:
             with self.transaction() as connection:
                 yield connection
         else:
-            with self._translated(), self._autocommit.connect() as connection:
+            with self.translated(), self._autocommit.connect() as connection:
                 yield connection
+
+    @contextmanager
+    def apart(self, url: str = "") -> Iterator[Connection]:
+        """Open a connection that is nobody else's, in autocommit, for what lives in a session.
+
+        For the thread that calls it; a child that is forked meanwhile leaves it alone.
+
+        :param url: where, if not at the ledger's own URL: past a proxy.
+        :raises ConfigurationError: for a URL that cannot be used.
+        :raises StoreError: for whatever the database or the way to it refuses.
+        """
+        engine = _create_engine(
+            url or self._url,
+            self._lock_ms,
+            "budget_listen_url" if url else "budget_database_url",
+            poolclass=sa.NullPool,
+            isolation_level="AUTOCOMMIT",
+        )
+        with self.translated(engine), engine.connect() as connection:
+            yield connection
+
+    def changed(self) -> bool:
+        """Tell whether anybody has committed since this was last asked (SQLite only).
+
+        True where nobody can tell. It takes no lock in the database. For one thread: what it was
+        told, another is not.
+
+        :raises StoreError: as for :meth:`run`.
+        """
+        with self.translated(), self._gated():
+            try:
+                if self._watching is None:
+                    self._watching = self._engine.raw_connection()
+                    self._version = None
+                before, cursor = self._version, self._watching.cursor()
+                # It counts the commits of others, and only beside what this connection said before.
+                self._version = cursor.execute("PRAGMA data_version").fetchone()[0]
+            except self._engine.dialect.loaded_dbapi.Error as error:
+                self._stop_watching()
+                raise StoreError(f"{self.url} cannot be watched: {error}", True) from error
+        return self._version != before
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
 
     def _reads_committed(self) -> bool:
         """Return whether a statement by itself sees, behind a lock, what was committed meanwhile.
@@ -121,7 +209,7 @@ class Store:
         It runs at the server's own isolation level; transactions are told theirs.
         """
         if self._default_isolation is None:
-            with self._translated(), self._autocommit.connect() as connection:
+            with self.translated(), self._autocommit.connect() as connection:
                 self._default_isolation = connection.execute(
                     sa.text("SHOW default_transaction_isolation")
                 ).scalar_one()
@@ -223,10 +311,42 @@ class Store:
         finally:
             gate.release()
 
+    def _check_alone(self) -> None:
+        """Refuse at once what would wait for the very transaction that waits for it."""
+        if any(writer.holds(self) for writer in enlisted.get()):
+            raise EnlistError(
+                f"this would write to {self.url} beside the transaction that is enlisted here, and "
+                "SQLite has one writer: each would wait for the other; do it before or after that "
+                "transaction"
+            )
+
+    def is_locked(self) -> bool:
+        """Tell whether somebody has the write lock just now (SQLite only); it waits for nothing.
+
+        False as well where other threads of this process keep it from being known.
+        """
+        if not self._gate.acquire(blocking=False):
+            return False
+        try:
+            with self.translated(), closing(self._engine.raw_connection()) as connection:
+                cursor = connection.cursor()
+                cursor.execute("PRAGMA busy_timeout = 0")
+                try:
+                    cursor.execute("BEGIN IMMEDIATE")
+                    cursor.execute("ROLLBACK")
+                except self._engine.dialect.loaded_dbapi.OperationalError:
+                    return True
+                finally:
+                    cursor.execute(f"PRAGMA busy_timeout = {self._lock_ms}")
+        finally:
+            self._gate.release()
+        return False
+
     def before_fork(self) -> None:
         """Wait for open transactions and close idle connections (SQLite only)."""
         if self.dialect == "sqlite":
             self._gate.acquire()
+            self._stop_watching()
             self._engine.dispose()
 
     def after_fork_in_parent(self) -> None:
@@ -236,6 +356,7 @@ class Store:
 
     def dispose(self) -> None:
         """Close all connections; the store may be used again."""
+        self._stop_watching()
         self._engine.dispose()
 
     def after_fork_in_child(self) -> None:
@@ -244,55 +365,62 @@ class Store:
         self._engine.dispose(close=False)
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def translated(self, engine: Engine | None = None) -> Iterator[None]:
+        """Have errors of the driver and of the pool raised as ours."""
         try:
             yield
         except exc.DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) == "CB001":
+            if state_of(error) == "CB001":
                 # Raised by the function budget_move.
                 raise InvalidAmount(str(error.orig).splitlines()[0]) from None
-            raise _translate(self.url, error) from error
+            raise _translate(_shown(engine or self._engine), error) from error
         except exc.TimeoutError as error:
-            raise StoreError(f"no connection to {self.url} was free: {error}", True) from error
+            url = _shown(engine or self._engine)
+            raise StoreError(f"no connection to {url} was free: {error}", True) from error
 
 
-def _create_engine(url: str, lock_ms: int) -> Engine:
+def _shown(engine: Engine) -> str:
+    return engine.url.render_as_string(hide_password=True)
+
+
+def _create_engine(
+    url: str, lock_ms: int, setting: str = "budget_database_url", **options: Any
+) -> Engine:
     try:
         parsed = sa.make_url(url)
         if parsed.get_backend_name() not in ("postgresql", "sqlite"):
             raise ConfigurationError(
-                f"budget_database_url is for {parsed.get_backend_name()}; "
+                f"{setting} is for {parsed.get_backend_name()}; "
                 "the ledger lives in PostgreSQL or SQLite"
             )
         if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
             raise ConfigurationError(
-                "budget_database_url is an in-memory SQLite database, which workers cannot share; "
+                f"{setting} is an in-memory SQLite database, which workers cannot share; "
                 "give a file: 'sqlite:////absolute/path.db'"
             )
         if parsed.get_backend_name() == "sqlite" and not _absolute(str(parsed.database)):
             raise ConfigurationError(
-                f"budget_database_url names the SQLite file {parsed.database!r}, which is another "
+                f"{setting} names the SQLite file {parsed.database!r}, which is another "
                 "one in each working directory; give an absolute path: "
                 "'sqlite:////absolute/path.db'"
             )
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
-        arguments = _psycopg_arguments(parsed)
-        more: dict[str, Any] = {}
+        arguments = _psycopg_arguments(parsed, setting)
         if parsed.get_backend_name() == "postgresql":
             # What is decided behind a lock is decided by what was committed before it was had.
-            more["isolation_level"] = "READ COMMITTED"
+            options.setdefault("isolation_level", "READ COMMITTED")
         engine = sa.create_engine(
-            parsed.difference_update_query(arguments), connect_args=arguments, **more
+            parsed.difference_update_query(arguments), connect_args=arguments, **options
         )
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
-        raise ConfigurationError(f"budget_database_url cannot be used: {error}") from error
+        raise ConfigurationError(f"{setting} cannot be used: {error}") from error
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
     return engine
 
 
-def _psycopg_arguments(url: sa.URL) -> dict[str, Any]:
+def _psycopg_arguments(url: sa.URL, setting: str) -> dict[str, Any]:
     """Return what a URL says that is for psycopg itself and not text to it.
 
     Behind a proxy that pools transactions, statements must not be prepared in a session.
@@ -304,7 +432,7 @@ def _psycopg_arguments(url: sa.URL) -> dict[str, Any]:
         return {"prepare_threshold": None}
     if not isinstance(written, str) or not written.isascii() or not written.isdigit():
         raise ConfigurationError(
-            f"budget_database_url has prepare_threshold={written!r}; give a number of executions "
+            f"{setting} has prepare_threshold={written!r}; give a number of executions "
             "after which a statement is prepared, or 'none' behind a proxy that pools transactions"
         )
     return {"prepare_threshold": int(written)}
@@ -351,7 +479,7 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
     """Return the error a caller sees for what the driver raised."""
     said = str(error.orig).strip().splitlines()
     message = said[0] if said else type(error.orig).__name__
-    state = getattr(error.orig, "sqlstate", None)
+    state = state_of(error)
     # 42P01 undefined_table, 42883 undefined_function, 42703 undefined_column
     absent = ("no such table", "no such column", "has no column named")
     if state in ("42P01", "42883", "42703") or any(words in message for words in absent):
@@ -363,6 +491,18 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
         f"the ledger's database {url} failed: {message}",
         retryable=error.connection_invalidated or not _is_the_statements(error, state),
     )
+
+
+def state_of(error: exc.DBAPIError) -> str | None:
+    """Return PostgreSQL's code of an error, from any of its drivers; none of SQLite's."""
+    said = next(iter(getattr(error.orig, "args", ())), None)
+    # psycopg and asyncpg, psycopg2, pg8000.
+    states = (
+        getattr(error.orig, "sqlstate", None),
+        getattr(error.orig, "pgcode", None),
+        said.get("C") if isinstance(said, dict) else None,
+    )
+    return next((str(state) for state in states if state), None)
 
 
 def _is_the_statements(error: exc.DBAPIError, state: str | None) -> bool:

@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
-from celery_budget.store import outbox, usage
+from celery_budget.store import outbox, plans, usage
 from celery_budget.store.attempts import (
     NOBODY,
     attempt_key,
@@ -241,6 +241,17 @@ def abandon(
         promised = line.estimate + line.extended if missing else 0
         charges[line.line] = charge_of(line, max(0, promised - recorded.get(line.unit, 0)))
     state = "settled" if ready else "lost"
-    finish(connection, root, row, state, charges, unmetered=bool(unmetered), of=of)
+    finish(
+        connection,
+        root,
+        row,
+        state,
+        charges,
+        unmetered=bool(unmetered),
+        of=of,
+        goes_on=ready == "returned",
+    )
+    if ready == "returned" and row.plan_id is not None:
+        plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
     return state

@@ -14,6 +14,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Line, ReserveRequest
 from celery_budget.store.insert import insert_new
+from celery_budget.store.outbox import columns_of
 from celery_budget.store.schema import now_us, parked, reservations
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "touch",
     "unpark",
     "waiting",
+    "written",
 ]
 
 
@@ -47,25 +49,20 @@ def park(
     inserted = insert_new(
         connection,
         parked,
+        **columns_of(message) | {"task_id": request.task_id},
         root=request.root,
         parked_id=parked_id,
         reservation_id=reservation_id,
         after_attempt=after_attempt,
         owner=request.owner,
-        task_id=request.task_id,
         request_id=request.request_id,
         nesting=request.nesting,
         retries=request.retries,
-        request=_written(request),
+        request=written(request),
         created_us=now_us(),
         deadline_us=now_us() + park_us,
         checked_us=0,
-        task_name=message.task_name,
-        queue=message.queue,
         due_us=message.due_us,
-        expires_us=message.expires_us,
-        body=message.body,
-        envelope=message.envelope,
     )
     if inserted:
         return parked_id
@@ -179,19 +176,17 @@ def of_task(connection: Connection, root: str, task_id: str) -> uuid.UUID | None
     ).scalar()
 
 
-def _written(request: ReserveRequest) -> str:
+def written(request: ReserveRequest) -> str:
+    """Return a request in JSON, as parked work and quarantine keep it."""
     return json.dumps(asdict(request), default=str)
 
 
 def request_of(row: sa.Row[Any]) -> ReserveRequest:
-    """Return the request of a parked row."""
+    """Return the request of a row that keeps one :func:`written`."""
     values = json.loads(row.request)
-    parent = values.pop("parent")
     # All that was parked continues something; the first release did not write it.
     values.setdefault("finishing", True)
-    return ReserveRequest(
-        reservation_id=uuid.UUID(values.pop("reservation_id")),
-        lines=tuple(Line(**line) for line in values.pop("lines")),
-        parent=None if parent is None else uuid.UUID(parent),
-        **values,
-    )
+    for name in ("reservation_id", "parent", "plan"):
+        if values.get(name) is not None:
+            values[name] = uuid.UUID(values[name])
+    return ReserveRequest(**values | {"lines": tuple(Line(**line) for line in values["lines"])})

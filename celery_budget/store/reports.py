@@ -310,7 +310,8 @@ def mismatched_usage(connection: Connection, root: str) -> Rows:
 def unreachable(connection: Connection, root: str) -> Rows:
     """Return open requests that nothing would ever bring to an end.
 
-    One that runs has an open attempt; any other has a message in the outbox or is parked.
+    One that runs has an open attempt; a planned step has one before it that has not come to its
+    end; any other has a message in the outbox or is parked.
     """
 
     def has(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
@@ -318,7 +319,19 @@ def unreachable(connection: Connection, root: str) -> Rows:
 
     has_message, is_parked = has(outbox), has(parked)
     is_attempted = has(attempts, attempts.c.lease_until_us.is_not(None))
-    running = reservations.c.state == "running"
+    running, planned = reservations.c.state == "running", reservations.c.state == "planned"
+    before = reservations.alias("before")
+    open_attempt = sa.exists().where(
+        attempts.c.root == before.c.root,
+        attempts.c.reservation_id == before.c.reservation_id,
+        attempts.c.lease_until_us.is_not(None),
+    )
+    follows = sa.exists().where(
+        before.c.root == root,
+        before.c.plan_id == reservations.c.plan_id,
+        before.c.step < reservations.c.step,
+        sa.or_(before.c.ended_us.is_(None), open_attempt),
+    )
     return list(
         connection.execute(
             sa.select(reservations.c.task_id, reservations.c.state, reservations.c.owner)
@@ -327,7 +340,8 @@ def unreachable(connection: Connection, root: str) -> Rows:
                 reservations.c.ended_us.is_(None),
                 sa.or_(
                     sa.and_(running, ~is_attempted),
-                    sa.and_(~running, ~has_message, ~is_parked),
+                    sa.and_(~running, ~planned, ~has_message, ~is_parked),
+                    sa.and_(planned, ~follows),
                 ),
             )
             .order_by(reservations.c.reservation_id)
@@ -417,7 +431,17 @@ def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
 
 
 #: What tells nothing to people, or belongs to the store alone.
-_INTERNAL = ("body", "envelope", "payload", "root", "stripe", "claim_id", "boot_id")
+_INTERNAL = (
+    "body",
+    "envelope",
+    "payload",
+    "root",
+    "stripe",
+    "claim_id",
+    "boot_id",
+    "taken_by",
+    "behind",
+)
 
 
 def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:

@@ -14,6 +14,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     AlreadyReserved,
+    Backlogged,
     Conflict,
     Refused,
     Reserved,
@@ -22,8 +23,9 @@ from celery_budget.core.reservations import (
     Tried,
     Unknown,
 )
-from celery_budget.errors import RequestConflict, UnknownBudget
+from celery_budget.errors import BudgetError, OutboxFull, RequestConflict, UnknownBudget
 from celery_budget.store import declaring, levels
+from celery_budget.store.backlog import uncounted
 from celery_budget.store.batch import (
     columns_of,
     first_unknown,
@@ -36,7 +38,7 @@ from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
 from celery_budget.store.schema import now_us, reservations
 
-__all__ = ["note_given_up", "reserve"]
+__all__ = ["error_of", "note_given_up", "reserve", "try_reserve"]
 
 
 def reserve(
@@ -47,6 +49,7 @@ def reserve(
     delivered_us: int | None = None,
     note_refusal: bool = True,
     lock_ms: int = 5000,
+    bound: int | None = None,
 ) -> Reserved | AlreadyReserved | Refused:
     """Admit a request: identity, budgets, lines and outbox row, all or nothing.
 
@@ -57,31 +60,67 @@ def reserve(
     :param delivered_us: the message is with a worker already; it is not to be published, unless
         that worker has not claimed it after this time.
     :param note_refusal: count a refusal in the reports.
+    :param bound: how many messages may wait to be published; none for any number.
+    :raises OutboxFull: where more wait than that, give or take what came within two seconds.
     :raises UnknownBudget: where a budget does not exist.
     :raises RequestConflict: where the request's id is in use for another request.
     :raises Unready: where a budget has to be made of its template, or a window opened, before; and
         where the budgets were given other parents meanwhile.
     """
-    if connection.dialect.name == "postgresql":
-        tried = _reserve_postgresql(
-            connection, request, message, delivered_us, note_refusal, lock_ms
-        )
-    else:
-        [tried] = reserve_many(
-            connection,
-            request.root,
-            [(request, message)],
-            best_effort=True,
-            delivered_us=delivered_us,
-            note=note_refusal,
-        )
-    if isinstance(tried, Unknown):
-        raise UnknownBudget(tried.budget)
-    if isinstance(tried, Conflict):
-        raise RequestConflict(tried.request_id, tried.owner, tried.task_id)
-    if isinstance(tried, Skipped):
-        raise AssertionError("a batch of one leaves nothing out")
+    tried = try_reserve(
+        connection,
+        request,
+        message,
+        delivered_us=delivered_us,
+        note=note_refusal,
+        lock_ms=lock_ms,
+        bound=bound,
+    )
+    if isinstance(tried, (Backlogged, Unknown, Conflict, Skipped)):
+        raise error_of(tried)
     return tried
+
+
+def try_reserve(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    delivered_us: int | None = None,
+    note: bool = True,
+    lock_ms: int = 5000,
+    bound: int | None = None,
+) -> Tried:
+    """As :func:`reserve`, with every end an outcome.
+
+    Beyond the ``bound`` it is ``Backlogged``.
+
+    :raises Unready: as :func:`reserve`.
+    """
+    if connection.dialect.name == "postgresql":
+        return _reserve_postgresql(connection, request, message, delivered_us, note, lock_ms, bound)
+    [tried] = reserve_many(
+        connection,
+        request.root,
+        [(request, message)],
+        delivered_us=delivered_us,
+        note=note,
+        bound=bound,
+    )
+    return tried
+
+
+def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> BudgetError:
+    """Return what a caller is told whose request was turned away."""
+    if isinstance(outcome, Refused):
+        return outcome.error()
+    if isinstance(outcome, Backlogged):
+        return OutboxFull(outcome.messages, outcome.bound)
+    if isinstance(outcome, Unknown):
+        return UnknownBudget(outcome.budget)
+    if isinstance(outcome, Conflict):
+        return RequestConflict(outcome.request_id, outcome.owner, outcome.task_id)
+    raise AssertionError("what was left out for another one has no error of its own")
 
 
 _RESERVE = sa.text(
@@ -91,7 +130,7 @@ _RESERVE = sa.text(
     " CAST(:budgets AS text[]), CAST(:amounts AS bigint[]), CAST(:charges AS text[]),"
     " :outbox_id, :state, CAST(:again_us AS bigint), CAST(:due_us AS bigint),"
     " CAST(:expires_us AS bigint), :queue,"
-    " :body, :envelope, :note, :who, :lock_ms)"
+    " :body, :envelope, :rank, :order_key, :broker, CAST(:bound AS bigint), :note, :who, :lock_ms)"
 )
 
 
@@ -102,9 +141,11 @@ def _reserve_postgresql(
     delivered_us: int | None,
     note: bool,
     lock_ms: int,
+    bound: int | None,
 ) -> Tried:
     columns = columns_of(request)
-    del columns["charges_start"]
+    for unsaid in ("charges_start", "plan_id", "step"):
+        del columns[unsaid]
     names = [line.budget for line in request.lines]
     row = connection.execute(
         _RESERVE,
@@ -122,6 +163,10 @@ def _reserve_postgresql(
             "queue": message.queue,
             "body": message.body,
             "envelope": message.envelope,
+            "rank": message.rank,
+            "order_key": message.order_key,
+            "broker": message.broker,
+            "bound": bound,
             "note": note,
             "who": who(),
             "lock_ms": str(lock_ms),
@@ -133,6 +178,10 @@ def _reserve_postgresql(
             return Unknown(unknown)
     if row.outcome in ("unknown", "window"):
         raise declaring.not_ready(request.root, names)
+    if row.outcome == "uncounted":
+        raise uncounted(request.root)
+    if row.outcome == "backlog":
+        return Backlogged(row.requested, row.limit_amount)
     if row.outcome == "moved":
         raise moved(names[0])
     if row.outcome == "mixed":

@@ -21,7 +21,7 @@ from celery_budget.core.reservations import (
     Released,
     Running,
 )
-from celery_budget.store import outbox
+from celery_budget.store import outbox, plans
 from celery_budget.store.balances import Move, key_of, lock_balances, move
 from celery_budget.store.batch import insert_lines
 from celery_budget.store.declaring import not_ready
@@ -266,19 +266,26 @@ def finish(
     reason: str | None = None,
     unmetered: bool = False,
     of: Lines | None = None,
+    goes_on: bool = False,
 ) -> None:
     """Bring a reservation to a terminal state: charge each line, give the rest back.
 
-    The caller holds the reservation's row and has checked that it has not ended. Locks the
-    balances in order.
+    With it the later steps of a chain that was reserved whole are released, unless it goes on. The
+    caller holds the reservation's row and has checked that it has not ended. Locks what is planned
+    after it by id, then all balances in order.
 
     :param charges: what each line has been charged then, by its number.
     :param of: the lines, where they were read before.
+    :param goes_on: whether the next step of its chain follows.
     """
     if state not in TERMINAL or reservation.state in TERMINAL:
         raise ValueError(f"a reservation cannot go from {reservation.state} to {state}")
     reservation_id = reservation.reservation_id
     ending = lines_of(connection, root, reservation_id) if of is None else of
+    if reservation.plan_id is not None and not goes_on:
+        rest = plans.lock_rest(connection, root, reservation.plan_id, reservation.step)
+        lock_balances(connection, root, map(key_of, [*ending, *rest]))
+        plans.release_rest(connection, root, rest)
     move(
         connection,
         root,

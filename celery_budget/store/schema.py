@@ -32,11 +32,16 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.core.messages import MIDDLE_RANK
 
 __all__ = [
+    "IS_KEPT",
+    "IS_NEXT",
     "IS_TEMPLATE",
+    "IS_UNPUBLISHED",
     "adjustments",
     "attempts",
+    "backlog",
     "balances",
     "budgets",
     "exact_sum",
@@ -49,7 +54,9 @@ __all__ = [
     "now_us",
     "outbox",
     "parked",
+    "quarantine",
     "refusals",
+    "relays",
     "reservations",
     "usage",
 ]
@@ -109,8 +116,18 @@ def _when(condition: str) -> dict[str, Any]:
     return {"postgresql_where": text(condition), "sqlite_where": text(condition)}
 
 
+#: Of messages whose priority says nothing.
+DEFAULT_RANK = str(MIDDLE_RANK)
+
 #: Tells templates apart, in the text of a statement.
 IS_TEMPLATE = "name LIKE '%*%'"
+
+#: Which messages a relay looks at, and which their order keys count, in the text of a statement:
+#: as in the indexes, so that they are used also where a statement was prepared.
+IS_NEXT = "state = 'due' AND NOT behind"
+IS_UNPUBLISHED = "state <> 'published'"
+#: And which are kept only against a replay of their parent.
+IS_KEPT = "state = 'published' AND reservation_id IS NULL"
 
 budgets = Table(
     "budget_budgets",
@@ -250,6 +267,9 @@ reservations = Table(
     Column("ended_us", BigInteger),
     # Whether it has lines that are charged when an attempt starts.
     Column("charges_start", Boolean, nullable=False, server_default=false()),
+    # Of a chain that was reserved whole: its first step's reservation, and which step this is.
+    Column("plan_id", Uuid),
+    Column("step", SmallInteger),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -263,6 +283,7 @@ reservations = Table(
     ),
     Index("ix_budget_reservations_task", "root", "task_id"),
     Index("ix_budget_reservations_open", "root", "state", **_when("ended_us IS NULL")),
+    Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
 )
 
 lines = Table(
@@ -360,8 +381,36 @@ outbox = Table(
     Column("queue", Text, nullable=False),
     Column("body", LargeBinary, nullable=False),
     Column("envelope", Text, nullable=False),
+    # Which of several that are due goes first: the smaller one.
+    Column("rank", SmallInteger, nullable=False, server_default=DEFAULT_RANK),
+    # Messages with one key are published one after another, in the order they were written.
+    Column("order_key", String(255)),
+    # The name of the broker it goes to; empty for the application's own.
+    Column("broker", String(255), nullable=False, server_default=""),
+    # The batch that it was taken in, while a relay has it: who takes it again takes its fence.
+    Column("taken_by", Uuid),
+    # Passed by: an unpublished message with its order key comes first. The first never is.
+    Column("behind", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("root", "outbox_id", name="pk_budget_outbox"),
     Index("ix_budget_outbox_due", "root", "state", "due_us"),
+    Index(
+        "ix_budget_outbox_next",
+        "root",
+        "broker",
+        "rank",
+        "due_us",
+        "outbox_id",
+        **_when(IS_NEXT),
+    ),
+    Index(
+        "ix_budget_outbox_order",
+        "root",
+        "order_key",
+        "created_us",
+        "outbox_id",
+        **_when(f"order_key IS NOT NULL AND {IS_UNPUBLISHED}"),
+    ),
+    Index("ix_budget_outbox_kept", "root", "outbox_id", **_when(IS_KEPT)),
     Index(
         "ux_budget_outbox_attempt",
         "root",
@@ -404,6 +453,9 @@ parked = Table(
     Column("expires_us", BigInteger),
     Column("body", LargeBinary, nullable=False),
     Column("envelope", Text, nullable=False),
+    Column("rank", SmallInteger, nullable=False, server_default=DEFAULT_RANK),
+    Column("order_key", String(255)),
+    Column("broker", String(255), nullable=False, server_default=""),
     PrimaryKeyConstraint("root", "parked_id", name="pk_budget_parked"),
     Index(
         "ux_budget_parked_request",
@@ -421,6 +473,60 @@ parked = Table(
         "reservation_id",
         **_when("reservation_id IS NOT NULL"),
     ),
+)
+
+# What cannot be published. It holds no budget; to publish it all the same is a new admission.
+quarantine = Table(
+    "budget_quarantine",
+    metadata,
+    Column("root", String(255)),
+    Column("quarantine_id", Uuid),
+    # The request that ended, in JSON; none for a message that drew on no budget.
+    Column("request", Text),
+    Column("reservation_id", Uuid),
+    Column("parent_id", Uuid),
+    Column("task_id", Text, nullable=False),
+    Column("task_name", Text, nullable=False),
+    # Why: unroutable, rejected, oversize or undecodable; and what the broker said.
+    Column("reason", String(16), nullable=False),
+    Column("error", Text, nullable=False),
+    # How often publishing it failed.
+    Column("failures", Integer, nullable=False),
+    Column("quarantined_us", BigInteger, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger),
+    Column("queue", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("envelope", Text, nullable=False),
+    Column("rank", SmallInteger, nullable=False),
+    Column("order_key", String(255)),
+    Column("broker", String(255), nullable=False),
+    PrimaryKeyConstraint("root", "quarantine_id", name="pk_budget_quarantine"),
+    Index("ix_budget_quarantine_task", "root", "task_id"),
+)
+
+relays = Table(
+    "budget_relays",
+    metadata,
+    Column("root", String(255)),
+    Column("relay_id", Uuid),
+    Column("host", Text, nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("started_us", BigInteger, nullable=False),
+    Column("seen_us", BigInteger, nullable=False),
+    # Whether it waits to be told of the next message that is due.
+    Column("sleeping", Boolean, nullable=False),
+    PrimaryKeyConstraint("root", "relay_id", name="pk_budget_relays"),
+)
+
+# How many messages wait to be published, counted now and then by an admission.
+backlog = Table(
+    "budget_backlog",
+    metadata,
+    Column("root", String(255)),
+    Column("messages", BigInteger, nullable=False),
+    Column("counted_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", name="pk_budget_backlog"),
 )
 
 extensions = Table(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
@@ -14,12 +14,22 @@ from celery_budget.core.budgets import Balance, Limit
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.periods import FOREVER_US
-from celery_budget.core.reservations import Admitted, Line, Outcome, Reserved, ReserveRequest
+from celery_budget.core.reservations import (
+    Admitted,
+    Line,
+    Outcome,
+    Reserved,
+    ReserveRequest,
+    Tried,
+)
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, schema, windows
 
 BOOT = uuid.UUID(int=7)
+
+#: What can be said of a message where a request is made.
+MESSAGE = ("due_us", "expires_us", "rank", "order_key", "broker")
 
 RETURNED = Outcome("returned", payload='"done"')
 RAISED = Outcome("raised", payload='"boom"')
@@ -120,7 +130,7 @@ class Ledger:
 
     def reserve(self, amount: int = 10, *more: tuple[str, int], **changes: Any) -> ReserveRequest:
         """Admit a new request; it must fit."""
-        message = {n: changes.pop(n) for n in ("due_us", "expires_us") if n in changes}
+        message = {name: changes.pop(name) for name in MESSAGE if name in changes}
         request = self.request(amount, *more, **changes)
         assert self.admit(request, **message) == Reserved(request.reservation_id)
         return request
@@ -281,12 +291,13 @@ class Ledger:
         self.put("outbox", {"due_us": 1}, reservation_id=request.reservation_id)
 
     def dump(self) -> dict[str, list[Any]]:
-        """Every row of every table under this root."""
+        """Every row of every table under this root; without the count, which anybody may renew."""
         return {
             name.removeprefix("budget_"): [
                 tuple(row) for row in self.store.run(_rows, table, {"root": self.root})
             ]
             for name, table in schema.metadata.tables.items()
+            if table is not schema.backlog
         }
 
 
@@ -294,6 +305,21 @@ def message_of(request: ReserveRequest, **changes: Any) -> WireMessage:
     """The message of a request."""
     plain = WireMessage(request.task_id, request.task_name, b"body", "{}", "celery")
     return replace(plain, **changes)
+
+
+def admit_many(
+    store: Store,
+    settings: Settings,
+    asked: Sequence[tuple[ReserveRequest, WireMessage]],
+    *,
+    best_effort: bool = False,
+) -> list[Tried]:
+    """Admit several requests: all or none; with ``best_effort`` each that fits, in their order."""
+    publications = [
+        admission.Publication(request, message, number if best_effort else 0)
+        for number, (request, message) in enumerate(asked)
+    ]
+    return cast("list[Tried]", admission.admit_many(store, settings, publications))
 
 
 def _conditions(table: sa.Table, where: dict[str, Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_budget import admission, reconcile, settlement
+from celery_budget import reconcile, settlement
 from celery_budget.core.budgets import Budget
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
@@ -29,6 +29,7 @@ from celery_budget.store import budgets, declaring, journal, repairs
 from celery_budget.store.balances import Key
 from tests.contract.racers import Processes, at_once, use_first_in_rounds
 from tests.contract.support import BOOT, RAISED, RETURNED, Ledger, message_of
+from tests.contract.support import admit_many as admit_all
 
 ROUNDS = 6
 
@@ -315,7 +316,7 @@ def test_the_last_hold_of_a_draining_budget_ends_beside_two_sweeps(racing: Ledge
 
 def admit_many(ledger: Ledger, *requests: Any, best_effort: bool = True) -> list[Tried]:
     asked = [(request, message_of(request)) for request in requests]
-    return admission.admit_many(ledger.store, ledger.settings, asked, best_effort=best_effort)
+    return admit_all(ledger.store, ledger.settings, asked, best_effort=best_effort)
 
 
 def test_two_batches_that_meet_in_opposite_orders(racing: Ledger) -> None:

@@ -28,7 +28,7 @@ from celery_budget.errors import InvalidBudget, PolicyError
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt
 from celery_budget.store import Store, budgets, schema
-from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, message_of
+from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, admit_many, message_of
 
 #: From the bottom.
 WAY = ("user", "tenant", "org")
@@ -595,7 +595,7 @@ def admitted_by(ledger: Ledger, request: ReserveRequest, batch: bool) -> Any:
     if not batch:
         return ledger.admit(request)
     asked = [(request, message_of(request))]
-    [tried] = admission.admit_many(ledger.store, ledger.settings, asked)
+    [tried] = admit_many(ledger.store, ledger.settings, asked)
     return tried
 
 

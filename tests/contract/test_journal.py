@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from celery_budget import admission, reconcile, settlement
+from celery_budget import reconcile, settlement
 from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.reservations import START, Extended, Line, Outcome, Parked, Reserved
 from celery_budget.store import journal, repairs, schema
 from celery_budget.store.balances import Key
 from tests.contract.racers import at_once
-from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, message_of
+from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, admit_many, message_of
 
 #: After which any entry is old.
 ANY_AGE = -1_000_000
@@ -542,7 +542,7 @@ def test_a_journal_as_large_as_may_be(ledger: Ledger) -> None:
 def test_entries_of_one_batch_are_numbered_in_its_order(funded: Ledger) -> None:
     requests = [funded.request(amount) for amount in (3, 1, 2)]
     asked = [(request, message_of(request)) for request in requests]
-    admission.admit_many(funded.store, funded.settings, asked)
+    admit_many(funded.store, funded.settings, asked)
     rows = funded.rows("journal")
     assert [row.reservation_id for row in rows] == [one.reservation_id for one in requests]
     assert [row.reserved_after for row in rows] == [3, 4, 6]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from celery_budget import admission, settlement
+from celery_budget import settlement
 from celery_budget.core.reservations import Refused, Reserved
 from celery_budget.errors import HoldsOpen, StoreError
 from celery_budget.settings import Settings
@@ -29,7 +29,7 @@ from celery_budget.store import (
 )
 from celery_budget.store.balances import Key, lock_balances
 from tests.contract.racers import Beside, OneTry, at_once, racing_url, wait_for_waiting
-from tests.contract.support import RETURNED, Ledger, message_of
+from tests.contract.support import RETURNED, Ledger, admit_many, message_of
 
 pytestmark = [
     pytest.mark.postgres,
@@ -74,7 +74,7 @@ def test_a_held_balance_holds_up_nobody_elses(racing: Ledger, impatient: Ledger)
         impatient.reserve(1, budget="b")
         impatient.reserve(1, budget="tenant:new")
         asked = [(one, message_of(one)) for one in (impatient.request(1, budget="y"),)]
-        admission.admit_many(impatient.store, impatient.settings, asked)
+        admit_many(impatient.store, impatient.settings, asked)
         _, attempt = impatient.start(1, budget="y")
         attempt.end(RETURNED)
     assert racing.balances("x", "y", "org", "b", "tenant:new") == [
@@ -131,7 +131,7 @@ def test_whoever_waits_too_long_may_try_again(racing: Ledger, impatient: Ledger)
     calls: list[Callable[[], Any]] = [
         lambda: impatient.admit(request),
         lambda: impatient.admit(request, continuation=True),
-        lambda: admission.admit_many(impatient.store, impatient.settings, ask),
+        lambda: admit_many(impatient.store, impatient.settings, ask),
         lambda: attempt.record(50),
         lambda: attempt.extend(5),
         lambda: attempt.end(RETURNED),
@@ -179,7 +179,7 @@ def test_a_parent_that_changes_under_whoever_waits_is_the_new_one(racing: Ledger
     with open_transaction(racing, move):
         waiting = [
             Beside(lambda: racing.admit(request)),
-            Beside(lambda: admission.admit_many(racing.store, racing.settings, asked)),
+            Beside(lambda: admit_many(racing.store, racing.settings, asked)),
             Beside(lambda: racing.admit(other, continuation=True)),
         ]
         wait_for_waiting(racing.store, 3)
@@ -231,11 +231,7 @@ def test_of_one_request_twice_the_second_waits_for_the_first(racing: Ledger) -> 
     ):
         waiting = [
             Beside(lambda: racing.admit(again)),
-            Beside(
-                lambda: admission.admit_many(
-                    racing.store, racing.settings, [(again, message_of(again))]
-                )
-            ),
+            Beside(lambda: admit_many(racing.store, racing.settings, [(again, message_of(again))])),
         ]
         wait_for_waiting(racing.store, 2)
     for one in waiting:

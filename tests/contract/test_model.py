@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from celery_budget import admission, reconcile, settlement
+from celery_budget import reconcile, settlement
 from celery_budget.core.budgets import Budget, Share
 from celery_budget.core.identity import new_id
 from celery_budget.core.periods import Period
@@ -60,7 +60,7 @@ from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt
 from celery_budget.store import Store, budgets, declaring, journal
 from tests.contract.oracle import ENDED, MILLION, Asked, Item, Mixed, Oracle, Pot, Short, Work
-from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, message_of
+from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger, admit_many, message_of
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 PROFILE = hypothesis_settings(
@@ -422,13 +422,9 @@ class LedgerMachine(RuleBasedStateMachine):
             expected, new = self.expect_many(batch, best_effort)
         except Mixed:
             with pytest.raises(PolicyError):
-                admission.admit_many(
-                    self.store, self.ledger.settings, pairs, best_effort=best_effort
-                )
+                admit_many(self.store, self.ledger.settings, pairs, best_effort=best_effort)
             return
-        heard = admission.admit_many(
-            self.store, self.ledger.settings, pairs, best_effort=best_effort
-        )
+        heard = admit_many(self.store, self.ledger.settings, pairs, best_effort=best_effort)
         for got, wanted in zip(heard, expected, strict=True):
             if isinstance(wanted, Short):
                 same_refusal(got, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from uuid import uuid4
 
 import pytest
 
@@ -119,11 +120,12 @@ def test_a_mark_beside_what_it_marks(racing: Ledger, other: str) -> None:
 
     for _ in range(5):
         requests = [racing.reserve(1) for _ in range(6)]
-        taken = racing.store.run(outbox.claim_due, racing.root, 100, 60_000_000)
-        assert len(taken) == 6
-        marks = [taken, taken[::-1]]
+        fence = uuid4()
+        batch = racing.store.run(outbox.claim_due, racing.root, "", 100, 60_000_000, fence)
+        assert len(batch.messages) == 6
+        marks = [batch.messages, batch.messages[::-1]]
         calls = [
-            lambda one=one: racing.store.run(outbox.mark_published, racing.root, one, 1)
+            lambda key=(racing.root, fence, one, 1): racing.store.run(outbox.mark_published, *key)
             for one in marks
         ]
         for request in requests:

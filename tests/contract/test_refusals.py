@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from celery_budget import admission
 from celery_budget.core.reservations import Refused
 from celery_budget.store import Store, refusals
 from tests.contract.racers import Processes, at_once, refuse_often
-from tests.contract.support import Ledger, message_of
+from tests.contract.support import Ledger, admit_many, message_of
 
 STORM = 2000
 
@@ -44,7 +43,7 @@ def test_a_storm_leaves_a_few_rows_and_an_exact_count(funded: Ledger, how: str) 
         asked = [(request, message_of(request)) for request in requests]
         outcomes: list[Any] = []
         for some in (asked[:500], asked[500:1500], asked[1500:]):
-            outcomes += admission.admit_many(funded.store, funded.settings, some, best_effort=True)
+            outcomes += admit_many(funded.store, funded.settings, some, best_effort=True)
     else:
         outcomes = [funded.admit(request) for request in requests]
     assert all(isinstance(outcome, Refused) for outcome in outcomes)
@@ -87,7 +86,7 @@ def test_each_budget_and_reason_has_its_own_count(ledger: Ledger) -> None:
         (again, message_of(again))
         for again in (ledger.request(50, budget="held") for _ in range(3))
     ]
-    admission.admit_many(ledger.store, ledger.settings, asked)
+    admit_many(ledger.store, ledger.settings, asked)
     assert counted(ledger)["held", "held"] == 8
 
 
@@ -96,7 +95,7 @@ def test_a_repeat_after_a_lost_answer_is_not_counted_again(funded: Ledger) -> No
     asked = [(request, message_of(request))]
     for _ in range(3):
         funded.admit(request)
-        admission.admit_many(funded.store, funded.settings, asked, best_effort=True)
+        admit_many(funded.store, funded.settings, asked, best_effort=True)
     assert funded.refused() == 1
     funded.admit(replace(request, reservation_id=funded.request().reservation_id))
     assert funded.refused() == 2
@@ -113,7 +112,7 @@ def test_storms_at_once_are_counted_exactly(funded: Ledger) -> None:
                 ledger.admit(ledger.request(101, budget=name))
         requests = [ledger.request(101, budget=name) for name in names * 25]
         asked = [(request, message_of(request)) for request in requests]
-        admission.admit_many(ledger.store, ledger.settings, asked, best_effort=True)
+        admit_many(ledger.store, ledger.settings, asked, best_effort=True)
 
     at_once(
         [

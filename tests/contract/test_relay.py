@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from celery_budget import settlement
+from celery_budget import admission, relay, settlement
 from celery_budget.core.messages import WireMessage
-from celery_budget.relay import BrokerDown, Relayed, Unpublishable
-from celery_budget.store import outbox
-from tests.contract.support import RETURNED, Ledger
+from celery_budget.core.reservations import ReserveRequest
+from celery_budget.errors import StoreError
+from celery_budget.relay import BrokerDown, Rejected, Relay, Relayed, Unpublishable
+from celery_budget.store import Store, outbox
+from celery_budget.store.outbox import Batch
+from tests.contract.racers import at_once
+from tests.contract.support import RETRIED, RETURNED, Ledger, message_of
 
 LATER = 2**62
+HOLD_US = 60_000_000
+NEVER = threading.Event()
+
+
+def a_relay(ledger: Ledger) -> Relay:
+    """A relay that goes on from one pass to the next."""
+    return Relay(ledger.store, ledger.settings, ledger.broker, ledger.results.ended)
+
+
+def claim(ledger: Ledger, limit: int = 100, broker: str = "") -> Batch:
+    """What a relay takes, by a fence of its own."""
+    return ledger.store.run(outbox.claim_due, ledger.root, broker, limit, HOLD_US, uuid4())
+
+
+def taken(batch: Batch) -> list[str]:
+    return [due.message.task_id for due in batch.messages]
+
+
+def refusing(error: Exception, *of: ReserveRequest) -> Callable[[WireMessage], None]:
+    """What the broker does that refuses the messages of these requests."""
+    ids = {request.task_id for request in of}
+
+    def refuse(message: WireMessage) -> None:
+        if message.task_id in ids:
+            raise error
+
+    return refuse
 
 
 def test_messages_are_published_in_order_of_their_time(funded: Ledger) -> None:
@@ -24,6 +60,17 @@ def test_messages_are_published_in_order_of_their_time(funded: Ledger) -> None:
     assert funded.broker.published == wanted
     assert [funded.state(request) for request in requests] == ["published"] * 5
     assert funded.relay() == Relayed()
+
+
+def test_what_is_more_urgent_goes_first(funded: Ledger) -> None:
+    ranks = [5, 9, 0, 5, 3]
+    requests = [funded.reserve(1, rank=rank, due_us=1) for rank in ranks]
+    funded.reserve(1, rank=0, due_us=LATER)
+    funded.settings = replace(funded.settings, batch_size=2)
+    relayed = [funded.relay() for _ in range(3)]
+    assert [one.taken for one in relayed] == [2, 2, 1]
+    assert [one.again for one in relayed] == [True, True, False]
+    assert funded.broker.published == [requests[number].task_id for number in (2, 4, 0, 3, 1)]
 
 
 def test_a_batch_is_as_large_as_it_says(funded: Ledger) -> None:
@@ -38,54 +85,132 @@ def test_the_message_arrives_as_it_was_captured(funded: Ledger) -> None:
     seen: list[WireMessage] = []
     funded.broker.on_publish = seen.append
     request = funded.request(1)
-    message = WireMessage(request.task_id, "shop.draft", body, envelope, "q", 5, LATER)
+    message = WireMessage(request.task_id, "shop.draft", body, envelope, "q", 5, LATER, 3, "k")
     funded.admit(request, **message.__dict__)
     funded.relay()
     assert seen == [replace(message, due_us=0)]
 
 
+# Outages
+
+
 def test_an_outage_gives_the_rest_back_and_loses_nothing(funded: Ledger) -> None:
     requests = [funded.reserve(1) for _ in range(4)]
-
-    def down_at_the_third(message: WireMessage) -> None:
-        if message.task_id == requests[2].task_id:
-            raise BrokerDown("no route to host")
-
-    funded.broker.on_publish = down_at_the_third
+    funded.broker.on_publish = refusing(BrokerDown("no route to host"), requests[2])
     assert funded.relay() == Relayed(published=2, taken=4, broker_down=True)
-    assert funded.broker.resets == 1
     states = [funded.state(request) for request in requests]
     assert states == ["published", "published", "reserved", "reserved"]
     waiting = [funded.message(request) for request in requests[2:]]
     assert [(row.failures, row.last_error) for row in waiting] == [(0, "no route to host")] * 2
+    # They keep their places: what was written since comes after them.
+    requests.append(funded.reserve(1))
     funded.broker.on_publish = lambda message: None
-    assert funded.relay() == Relayed(published=2, taken=2)
+    assert funded.relay() == Relayed(published=3, taken=3)
     assert funded.broker.published == [request.task_id for request in requests]
     assert funded.message(requests[2]).last_error is None
 
 
-def test_a_refused_message_waits_longer_and_longer_and_is_released(funded: Ledger) -> None:
+def test_what_a_connection_breaks_at_lets_others_pass(funded: Ledger) -> None:
+    bad, good = funded.reserve(1), funded.reserve(1)
+    funded.broker.on_publish = refusing(BrokerDown("closed", sent=True), bad)
+    assert funded.relay().broker_down
+    assert funded.relay() == Relayed(published=1, taken=1)
+    assert funded.state(good) == "published"
+    row = funded.message(bad)
+    assert (row.state, row.failures, row.last_error) == ("due", 0, "closed")
+
+
+def test_a_broker_that_is_down_is_left_alone_longer_and_longer(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(relay, "backoff_seconds", lambda failures, first, longest: failures)
+    funded.reserve(1)
+    tries: list[float] = []
+
+    def down(message: WireMessage) -> None:
+        tries.append(now[0] - 1000)
+        raise BrokerDown("down")
+
+    funded.broker.on_publish = down
+    one = a_relay(funded)
+    for _ in range(12):
+        assert one.run_once(NEVER).broker_down
+        now[0] += 0.5
+    assert tries == [0, 1, 3]
+    now[0] += 1
+    funded.broker.on_publish = lambda message: None
+    assert one.run_once(NEVER) == Relayed(published=1, taken=1)
+    funded.reserve(1)
+    funded.broker.on_publish = down
+    assert one.run_once(NEVER).broker_down
+    now[0] += 1
+    funded.broker.on_publish = lambda message: None
+    assert one.run_once(NEVER).published == 1, "it began anew"
+
+
+def test_a_broker_that_is_down_holds_up_only_its_own_messages(funded: Ledger) -> None:
+    funded.settings = replace(funded.settings, brokers={"eu": "amqp://eu//"}, batch_size=2)
+    down = [funded.reserve(1, broker="eu") for _ in range(5)]
+    fine = [funded.reserve(1) for _ in range(3)]
+    unknown = funded.reserve(1, broker="us")
+    funded.broker.on_publish = refusing(BrokerDown("down"), *down)
+    one = a_relay(funded)
+    first = one.run_once(NEVER)
+    assert first == Relayed(published=2, taken=4, again=True)
+    assert one.run_once(NEVER) == Relayed(published=1, taken=1)
+    assert funded.broker.published == [request.task_id for request in fine]
+    funded.broker.on_publish = lambda message: None
+    other = a_relay(funded)
+    while other.run_once(NEVER).again:
+        pass
+    assert funded.broker.published[3:] == [request.task_id for request in down]
+    # One that knows it may come.
+    assert funded.state(unknown) == "reserved"
+
+
+# What cannot be published
+
+
+@pytest.mark.parametrize("reason", ["unroutable", "oversize", "undecodable"])
+def test_what_can_never_be_published_goes_into_quarantine(funded: Ledger, reason: str) -> None:
+    bad, good = funded.reserve(10), funded.reserve(10)
+    funded.broker.on_publish = refusing(Unpublishable(reason, "no way"), bad)
+    assert funded.relay() == Relayed(published=1, failed=1, quarantined=1, taken=2)
+    assert funded.results.told == [(bad.task_id, "unpublishable")]
+    row = funded.row(bad)
+    assert (row.state, row.reason) == ("released", "unpublishable")
+    assert funded.message(bad) is None
+    [isolated] = funded.rows("quarantine")
+    assert (isolated.task_id, isolated.reason, isolated.error, isolated.failures) == (
+        bad.task_id,
+        reason,
+        "no way",
+        1,
+    )
+    assert funded.balance() == (10, 0)
+    assert funded.state(good) == "published"
+
+
+def test_a_refused_message_waits_longer_and_longer_then_goes_into_quarantine(
+    funded: Ledger,
+) -> None:
     funded.settings = replace(funded.settings, max_publishes=3)
     bad, good = funded.reserve(10), funded.reserve(10)
-
-    def refuse(message: WireMessage) -> None:
-        if message.task_id == bad.task_id:
-            raise Unpublishable("no queue")
-
-    funded.broker.on_publish = refuse
+    funded.broker.on_publish = refusing(Rejected("full"), bad)
     assert funded.relay() == Relayed(published=1, failed=1, taken=2)
     row = funded.message(bad)
-    assert (row.failures, row.last_error, row.state) == (1, "no queue", "due")
+    assert (row.failures, row.last_error, row.state, row.taken_by) == (1, "full", "due", None)
     assert funded.relay() == Relayed(), "it waits"
     funded.make_due(bad)
     assert funded.relay() == Relayed(failed=1, taken=1)
     assert funded.results.told == []
     funded.make_due(bad)
-    assert funded.relay() == Relayed(failed=1, released=1, taken=1)
+    assert funded.relay() == Relayed(failed=1, quarantined=1, taken=1)
     assert funded.results.told == [(bad.task_id, "unpublishable")]
-    row = funded.row(bad)
-    assert (row.state, row.reason) == ("released", "unpublishable")
-    assert funded.message(bad) is None
+    [isolated] = funded.rows("quarantine")
+    assert (isolated.reason, isolated.failures) == ("rejected", 3)
     assert funded.balance() == (10, 0)
     assert funded.state(good) == "published"
 
@@ -99,7 +224,7 @@ def test_a_message_past_its_time_is_not_published(funded: Ledger) -> None:
     assert funded.balance() == (10, 0)
 
 
-@pytest.mark.parametrize("why", ["expired", "refused"])
+@pytest.mark.parametrize("why", ["expired", "refused", "unroutable"])
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_message_whose_task_was_started_is_not_released(
     funded: Ledger, why: str, ended: bool
@@ -111,19 +236,36 @@ def test_a_message_whose_task_was_started_is_not_released(
     attempt.record(4)
     if ended:
         attempt.end(RETURNED)
-
-    def refuse(message: WireMessage) -> None:
-        raise Unpublishable("no queue")
-
-    if why == "refused":
-        funded.broker.on_publish = refuse
-    assert funded.relay().released == 0
+    if why != "expired":
+        error = Rejected("full") if why == "refused" else Unpublishable("unroutable", "no queue")
+        funded.broker.on_publish = refusing(error, request)
+    relayed = funded.relay()
+    assert (relayed.released, relayed.quarantined) == (0, 0)
     assert funded.results.told == []
+    assert funded.rows("quarantine") == []
     if not ended:
         assert attempt.end(RETURNED)
     assert attempt.close()
     assert funded.balance() == (0, 4)
     assert funded.message(request) is None
+
+
+def test_a_result_backend_that_is_down_holds_up_nobody(funded: Ledger) -> None:
+    bad, over = funded.reserve(10), funded.reserve(10, expires_us=5)
+    good = funded.reserve(10)
+
+    def down(task_id: str, reason: str) -> None:
+        raise OSError("no backend")
+
+    funded.broker.on_publish = refusing(Unpublishable("oversize", "no way"), bad)
+    one = Relay(funded.store, funded.settings, funded.broker, down)
+    assert one.run_once(NEVER) == Relayed(published=1, failed=1, taken=3)
+    assert funded.state(good) == "published"
+    assert [funded.message(row).state for row in (bad, over)] == ["due", "due"]
+    for request in (bad, over):
+        funded.make_due(request)
+    assert funded.relay() == Relayed(failed=1, quarantined=1, released=1, taken=2)
+    assert [funded.state(row) for row in (bad, over)] == ["released", "released"]
 
 
 def test_messages_without_a_budget_come_and_go(ledger: Ledger) -> None:
@@ -135,32 +277,59 @@ def test_messages_without_a_budget_come_and_go(ledger: Ledger) -> None:
     assert ledger.rows("outbox") == []
 
 
-def test_a_message_without_a_budget_that_is_refused_goes(ledger: Ledger) -> None:
-    ledger.settings = replace(ledger.settings, max_publishes=1)
-
+@pytest.mark.parametrize("task", ["shop.notify", ""])
+def test_a_message_without_a_budget_that_is_refused_goes_into_quarantine(
+    ledger: Ledger, task: str
+) -> None:
     def refuse(message: WireMessage) -> None:
-        raise Unpublishable("no queue")
+        raise Unpublishable("unroutable", "no queue")
 
     ledger.broker.on_publish = refuse
-    message = WireMessage("a", "shop.notify", b"", "{}", "celery")
+    message = WireMessage("a", task, b"", "{}", "celery")
     ledger.store.run(outbox.enqueue, ledger.root, message)
-    assert ledger.relay().released == 1
+    assert ledger.relay() == Relayed(failed=1, quarantined=1, taken=1)
     assert ledger.rows("outbox") == []
+    [isolated] = ledger.rows("quarantine")
+    assert (isolated.task_id, isolated.request, isolated.reason) == ("a", None, "unroutable")
+    # An event starts no task that somebody could wait for.
+    assert ledger.results.told == ([("a", "unpublishable")] if task else [])
+
+
+def test_ten_thousand_messages_pass_one_that_is_poisonous(ledger: Ledger) -> None:
+    poison = ledger.request(0)
+    messages = [message_of(ledger.request(0)) for _ in range(10_000)]
+    with ledger.store.transaction() as connection:
+        outbox.enqueue(connection, ledger.root, message_of(poison))
+        for message in messages:
+            outbox.enqueue(connection, ledger.root, message)
+    ledger.broker.on_publish = refusing(Rejected("poison"), poison)
+    ledger.settings = replace(ledger.settings, batch_size=1000)
+    one, passes = a_relay(ledger), 0
+    while one.run_once(NEVER).again:
+        passes += 1
+    assert passes == 10
+    assert len(ledger.broker.published) == 10_000
+    [left] = ledger.rows("outbox")
+    assert left.task_id == poison.task_id
+    assert left.failures >= 1
+
+
+# Several relays, and those that die
 
 
 def test_two_relays_take_different_messages(funded: Ledger) -> None:
     for _ in range(5):
         funded.reserve(1)
-    take = (outbox.claim_due, funded.root, 3, 60_000_000)
+    take = (funded.root, "", 3, HOLD_US)
     if funded.store.dialect == "postgresql":
         with funded.store.transaction() as one, funded.store.transaction() as two:
-            first = outbox.claim_due(one, *take[1:])
-            second = outbox.claim_due(two, *take[1:])
+            first = outbox.claim_due(one, *take, uuid4())
+            second = outbox.claim_due(two, *take, uuid4())
     else:
-        first, second = funded.store.run(*take), funded.store.run(*take)
-    assert (len(first), len(second)) == (3, 2)
-    assert not {due.outbox_id for due in first} & {due.outbox_id for due in second}
-    assert funded.store.run(*take) == []
+        first, second = claim(funded, 3), claim(funded, 3)
+    assert (len(first.messages), len(second.messages)) == (3, 2)
+    assert not set(taken(first)) & set(taken(second))
+    assert claim(funded).messages == ()
 
 
 def test_what_a_dead_relay_took_is_published_again(funded: Ledger) -> None:
@@ -203,3 +372,350 @@ def test_a_worker_or_a_release_may_be_faster_than_the_mark(funded: Ledger, how_f
     assert (left.state if left else None) == (
         "published" if how_far in ("claimed", "ended") else None
     )
+
+
+def test_a_relay_that_lost_its_fence_changes_nothing(funded: Ledger) -> None:
+    requests = [funded.reserve(1, order_key="k") for _ in range(2)]
+    slow = claim(funded)
+    for request in requests:
+        funded.make_due(request)
+    fast = claim(funded)
+    assert taken(fast) == taken(slow) == [request.task_id for request in requests]
+    before = funded.dump()
+    run, key = funded.store.run, (funded.root, slow.fence)
+    assert run(outbox.mark_published, *key, slow.messages, 1) == 0
+    run(outbox.give_back, *key, slow.messages, "slow")
+    for due in slow.messages:
+        run(outbox.reschedule, *key, due.outbox_id, 1, "slow", failed=True)
+        run(outbox.forget, *key, due.outbox_id)
+        assert run(outbox.lock_taken, *key, due.outbox_id) is None
+    assert funded.dump() == before
+    assert run(outbox.mark_published, funded.root, fast.fence, fast.messages, 1) == 2
+    assert [funded.state(request) for request in requests] == ["published"] * 2
+
+
+def test_a_mark_that_comes_late_does_not_undo_what_came_since(funded: Ledger) -> None:
+    """The message is to be published again: for a lost worker, or a retry."""
+    request = funded.reserve(1)
+    batch = claim(funded)
+    assert funded.store.run(outbox.make_due, funded.root, request.reservation_id, 0)
+    marked = (outbox.mark_published, funded.root, batch.fence, batch.messages, 1)
+    assert funded.store.run(*marked) == 0
+    assert funded.message(request).state == "due"
+
+
+def test_a_batch_is_published_for_half_of_its_hold(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time counts from before the claim: the database's may have passed already."""
+    requests = [funded.reserve(1) for _ in range(4)]
+    now = [1000.0]
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now[0])
+
+    def slowly(message: WireMessage) -> None:
+        now[0] += funded.settings.publish_seconds / 4
+
+    funded.broker.on_publish = slowly
+    assert funded.relay() == Relayed(published=2, taken=4)
+    rest = [funded.message(request) for request in requests[2:]]
+    assert [(row.state, row.taken_by, row.last_error) for row in rest] == [("due", None, None)] * 2
+    assert taken(claim(funded)) == [request.task_id for request in requests[2:]]
+
+
+def test_a_relay_that_is_to_stop_gives_back_what_it_has_in_hand(funded: Ledger) -> None:
+    requests = [funded.reserve(1) for _ in range(4)]
+    stop = threading.Event()
+
+    def stopping(message: WireMessage) -> None:
+        if message.task_id == requests[1].task_id:
+            stop.set()
+
+    funded.broker.on_publish = stopping
+    assert a_relay(funded).run_once(stop) == Relayed(published=2, taken=4)
+    assert a_relay(funded).run_once(stop) == Relayed()
+    assert [funded.state(request) for request in requests] == ["published"] * 2 + ["reserved"] * 2
+    assert taken(claim(funded)) == [request.task_id for request in requests[2:]]
+
+
+def test_another_thread_gives_back_what_a_broker_keeps_waiting(funded: Ledger) -> None:
+    requests = [funded.reserve(1) for _ in range(4)]
+    hangs, answers = threading.Event(), threading.Event()
+
+    def stall(message: WireMessage) -> None:
+        if message.task_id == requests[1].task_id:
+            hangs.set()
+            assert answers.wait(60)
+
+    funded.broker.on_publish = stall
+    one = a_relay(funded)
+    relayed: list[Relayed] = []
+    thread = threading.Thread(target=lambda: relayed.append(one.run_once(NEVER)))
+    thread.start()
+    assert hangs.wait(60)
+    one.hand_back()
+    one.hand_back()
+    # What was confirmed is marked, what was not tried is free; of the one nobody knows.
+    assert funded.state(requests[0]) == "published"
+    assert taken(claim(funded)) == [request.task_id for request in requests[2:]]
+    answers.set()
+    thread.join()
+    assert relayed == [Relayed(published=2, taken=4)]
+    assert funded.state(requests[1]) == "published"
+    assert [funded.state(request) for request in requests[2:]] == ["reserved"] * 2
+
+
+def test_what_was_published_is_marked_once_the_store_is_back(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [funded.reserve(1) for _ in range(2)]
+    mark = outbox.mark_published
+
+    def down(*_: object) -> None:
+        raise StoreError("down", retryable=False)
+
+    one = a_relay(funded)
+    monkeypatch.setattr(relay.outbox, "mark_published", down)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="down"):
+            one.run_once(NEVER)
+    monkeypatch.setattr(relay.outbox, "mark_published", mark)
+    later = funded.reserve(1)
+    assert one.run_once(NEVER) == Relayed(published=1, taken=1)
+    assert funded.broker.published == [request.task_id for request in (*requests, later)]
+    assert [funded.state(request) for request in (*requests, later)] == ["published"] * 3
+
+
+@pytest.mark.parametrize("keys", [None, 3])
+def test_several_relays_publish_each_message_once(
+    racing: Ledger, keys: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those with one key in the order they were written, whoever publishes and fails."""
+    racing.settings = replace(racing.settings, batch_size=7, max_publishes=1000)
+    monkeypatch.setattr(outbox, "FOLLOWERS", 3)
+    monkeypatch.setattr(relay, "backoff_seconds", lambda failures, first, longest: 0.001)
+    chance = random.Random(7)
+
+    def publish(message: WireMessage) -> None:
+        if chance.random() < 0.2:
+            raise chance.choice([Rejected("full"), BrokerDown("down"), BrokerDown("down", True)])
+
+    racing.broker.on_publish = publish
+    requests = [
+        racing.reserve(0, order_key=None if keys is None else str(number % keys))
+        for number in range(120)
+    ]
+    done = threading.Event()
+
+    def relay_all() -> None:
+        one = a_relay(racing)
+        while not done.is_set():
+            one.run_once(NEVER)
+            if len(racing.broker.published) >= len(requests):
+                done.set()
+
+    at_once([relay_all] * 3)
+    order = {request.task_id: number for number, request in enumerate(requests)}
+    numbers = [order[task_id] for task_id in racing.broker.published]
+    assert sorted(numbers) == list(range(120))
+    for key in range(keys or 0):
+        mine = [number for number in numbers if number % (keys or 1) == key]
+        assert mine == sorted(mine)
+    assert {racing.state(request) for request in requests} == {"published"}
+
+
+class Killed(BaseException):
+    """Ends a relay as SIGKILL would: nothing of it runs any more."""
+
+
+#: What a relay has the store do, in this order, and what it does between.
+STEPS = ["claim_due", "publish", "mark_published", "give_back", "isolate", "release"]
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_relay_killed_at_any_step_publishes_at_most_one_batch_twice(
+    funded: Ledger, step: str, committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the step, and after it was committed."""
+    funded.settings = replace(funded.settings, batch_size=4)
+    fine = [funded.reserve(1) for _ in range(8)]
+    bad, over = funded.reserve(1, due_us=1), funded.reserve(1, due_us=2, expires_us=5)
+    refuse = refusing(Unpublishable("oversize", "no way"), bad)
+    stop = threading.Event()
+    whole = Store.run
+
+    def die(self: Store, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if function.__name__ != step:
+            return whole(self, function, *args, **options)
+        if committed:
+            whole(self, function, *args, **options)
+        raise Killed
+
+    def publish(message: WireMessage) -> None:
+        refuse(message)
+        if step == "publish":
+            if committed:
+                funded.broker.published.append(message.task_id)
+            raise Killed
+        if step == "give_back":
+            stop.set()
+
+    funded.broker.on_publish = publish
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "run", die)
+        with pytest.raises(Killed):
+            a_relay(funded).run_once(stop)
+    first = list(funded.broker.published)
+    # Its time is over.
+    for row in funded.rows("outbox"):
+        if row.state == "due":
+            funded.put("outbox", {"due_us": 1}, outbox_id=row.outbox_id)
+    funded.broker.on_publish = refuse
+    one = a_relay(funded)
+    while one.run_once(NEVER).again:
+        pass
+    second = funded.broker.published[len(first) :]
+    assert sorted({*first, *second}) == sorted(request.task_id for request in fine)
+    assert len(set(second)) == len(second)
+    assert len(set(first) & set(second)) <= 4
+    assert [funded.state(request) for request in fine] == ["published"] * 8
+    assert [funded.state(request) for request in (bad, over)] == ["released"] * 2
+    assert len(funded.rows("quarantine")) == 1
+    # A result that was stored twice says the same.
+    assert set(funded.results.told) == {(bad.task_id, "unpublishable"), (over.task_id, "expired")}
+
+
+# Order
+
+
+def test_messages_with_one_key_are_published_in_the_order_they_were_written(
+    funded: Ledger,
+) -> None:
+    dues, ranks = (LATER, 0, 30, 10), (5, 0, 9, 1)
+    first, *rest = [
+        funded.reserve(1, order_key="k", due_us=due, rank=rank)
+        for due, rank in zip(dues, ranks, strict=True)
+    ]
+    others = [funded.reserve(1, rank=9), funded.reserve(1, order_key="other", rank=9)]
+    assert funded.relay() == Relayed(published=2, taken=2, again=True)
+    assert funded.broker.published == [request.task_id for request in others]
+    assert funded.relay() == Relayed(), "they are passed by"
+    funded.make_due(first)
+    relayed = [funded.relay() for _ in range(3)]
+    assert [one.published for one in relayed] == [1, 3, 0]
+    assert [one.again for one in relayed] == [True, True, False]
+    assert funded.broker.published[2:] == [request.task_id for request in (first, *rest)]
+
+
+def test_a_message_of_a_key_that_waits_for_an_attempt_holds_up_those_behind_it(
+    funded: Ledger,
+) -> None:
+    request, attempt = funded.start(1)
+    funded.relay()
+    following = replace(request, retries=1)
+    admission.retry(
+        funded.store,
+        funded.settings,
+        following,
+        message_of(following, order_key="k"),
+        attempt.number,
+        attempt.claim_id,
+    )
+    behind = funded.reserve(1, order_key="k")
+    assert funded.relay() == Relayed(again=True)
+    assert attempt.end(RETRIED)
+    while funded.relay().again:
+        pass
+    assert funded.broker.published == [request.task_id, request.task_id, behind.task_id]
+
+
+@pytest.mark.parametrize("why", ["rejected", "down", "no backend"])
+def test_what_fails_holds_up_those_behind_it(funded: Ledger, why: str) -> None:
+    first, *rest = [funded.reserve(1, order_key="k") for _ in range(3)]
+    other = funded.reserve(1)
+    error = {
+        "rejected": Rejected("full"),
+        "down": BrokerDown("closed", sent=True),
+        "no backend": Unpublishable("oversize", "no"),
+    }[why]
+    funded.broker.on_publish = refusing(error, first)
+
+    def ended(task_id: str, reason: str) -> None:
+        raise OSError("no backend")
+
+    Relay(funded.store, funded.settings, funded.broker, ended).run_once(NEVER)
+    assert funded.broker.published == ([] if why == "down" else [other.task_id])
+    assert funded.relay().published == (1 if why == "down" else 0)
+    funded.broker.on_publish = lambda message: None
+    funded.make_due(first)
+    while funded.relay().again:
+        pass
+    assert funded.broker.published == [one.task_id for one in (other, first, *rest)]
+
+
+def isolate(ledger: Ledger, request: ReserveRequest) -> None:
+    ledger.broker.on_publish = refusing(Unpublishable("oversize", "no"), request)
+    ledger.make_due(request)
+    ledger.relay()
+
+
+def cancel(ledger: Ledger, request: ReserveRequest) -> None:
+    settlement.revoke(ledger.store, ledger.root, request.reservation_id, "cancelled")
+
+
+def expire(ledger: Ledger, request: ReserveRequest) -> None:
+    ledger.put("outbox", {"expires_us": 5, "due_us": 5}, reservation_id=request.reservation_id)
+    ledger.relay()
+
+
+def finish(ledger: Ledger, request: ReserveRequest) -> None:
+    """A relay that died had published it; a worker has run it."""
+    attempt = ledger.run(request)
+    attempt.end(RETURNED)
+    attempt.close()
+
+
+@pytest.mark.parametrize("gone", [isolate, cancel, expire, finish])
+def test_what_is_gone_holds_up_nobody(
+    funded: Ledger, gone: Callable[[Ledger, ReserveRequest], None]
+) -> None:
+    first, *rest = [funded.reserve(1, order_key="k", due_us=due) for due in (LATER, 0, 0)]
+    assert funded.relay() == Relayed(again=True)
+    assert [funded.message(request).behind for request in rest] == [True, True]
+    gone(funded, first)
+    while funded.relay().again:
+        pass
+    assert funded.broker.published == [request.task_id for request in rest]
+
+
+def test_a_key_in_the_hands_of_one_relay_is_left_alone_by_the_others(funded: Ledger) -> None:
+    requests = [funded.reserve(1, order_key="k") for _ in range(3)]
+    first = claim(funded, 1)
+    assert taken(first) == [requests[0].task_id]
+    assert taken(claim(funded)) == []
+    mark = (funded.root, first.fence, first.messages, 1)
+    assert funded.store.run(outbox.mark_published, *mark) == 1
+    second = claim(funded)
+    assert taken(second) == [request.task_id for request in requests[1:]]
+    # What is published again, for a lost worker, is the first again.
+    assert funded.store.run(outbox.make_due, funded.root, requests[0].reservation_id, 0)
+    assert taken(claim(funded)) == [requests[0].task_id]
+
+
+def test_a_long_queue_of_one_key_costs_the_others_nothing(funded: Ledger) -> None:
+    funded.settings = replace(funded.settings, batch_size=10)
+    queue = [funded.reserve(0, order_key="k", due_us=1) for _ in range(250)]
+    funded.make_due(queue[0])
+    blocker = claim(funded, 1)
+    other = funded.reserve(1)
+    one, passes = a_relay(funded), 0
+    while one.run_once(NEVER).again:
+        passes += 1
+    # Each of those behind is looked at once.
+    assert passes == 25
+    assert funded.broker.published == [other.task_id]
+    mark = (funded.root, blocker.fence, blocker.messages, 1)
+    funded.store.run(outbox.mark_published, *mark)
+    while one.run_once(NEVER).again:
+        pass
+    assert funded.broker.published[1:] == [request.task_id for request in queue[1:]]

@@ -37,10 +37,19 @@ from celery_budget.core.reservations import (
     Running,
 )
 from celery_budget.errors import HoldsOpen, RequestConflict, UnknownBudget
-from celery_budget.relay import BrokerDown, Unpublishable
+from celery_budget.relay import BrokerDown, Rejected, Unpublishable
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, declaring, grants, migrate, outbox, schema
-from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
+from celery_budget.store import (
+    Store,
+    budgets,
+    declaring,
+    grants,
+    migrate,
+    outbox,
+    quarantine,
+    schema,
+)
+from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, admit_many, message_of
 
 pytestmark = pytest.mark.postgres
 
@@ -55,11 +64,13 @@ _TOUCHED = sa.text(
 
 
 def functions() -> list[str]:
-    """The files of the functions that the last migration makes, in its order."""
-    last = max(VERSIONS.glob("*.py")).read_text("utf-8")
-    made = re.search(r" _run\(([^)]*)\)", last)
-    assert made is not None
-    return re.findall(r'"(\w+\.sql)"', made[1])
+    """The files of the functions that the migrations lead to, in their order."""
+    latest: dict[str, str] = {}
+    for version in sorted(VERSIONS.glob("000[2-9]_*.py")):
+        made = re.search(r" _run\(([^)]*)\)", version.read_text("utf-8"))
+        for name in re.findall(r'"(\w+)\.sql"', made[1] if made else ""):
+            latest[name.rpartition("_")[0]] = f"{name}.sql"
+    return sorted(latest.values(), key=lambda name: name.startswith("reserve"))
 
 
 def create(connection: sa.Connection) -> None:
@@ -143,7 +154,7 @@ def parted_url(postgres_server: Any) -> Iterator[str]:
         others.set("b", None, parent="org")
         requests = [others.request(5) for _ in range(40)]
         asked = [(request, message_of(request)) for request in requests]
-        admission.admit_many(store, others.settings, asked)
+        admit_many(store, others.settings, asked)
         others.grant("k", 5)
         others.adjust("k", 5)
         for request in requests[:6]:
@@ -217,7 +228,7 @@ def reserve_many(ledger: Ledger) -> None:
     ]
     for best_effort in (False, True):
         asked = [(request, message_of(request)) for request in requests]
-        admission.admit_many(ledger.store, ledger.settings, asked, best_effort=best_effort)
+        admit_many(ledger.store, ledger.settings, asked, best_effort=best_effort)
 
 
 def relay(ledger: Ledger) -> None:
@@ -239,15 +250,25 @@ def relay(ledger: Ledger) -> None:
         raise BrokerDown("down")
 
     def refuse(message: Any) -> None:
-        raise Unpublishable("no")
+        raise Unpublishable("oversize", "no")
 
-    bad = ledger.reserve(1)
-    for fail in (down, refuse, refuse):
+    def reject(message: Any) -> None:
+        raise Rejected("full")
+
+    bad = ledger.reserve(1, order_key="k")
+    ledger.reserve(1, order_key="k")
+    for fail in (down, reject, refuse):
         ledger.broker.on_publish = fail
         ledger.make_due(bad)
         ledger.relay()
     ledger.broker.on_publish = lambda message: None
     assert ledger.state(bad) == "released"
+    key = (ledger.root, bad.task_id)
+    again = (quarantine.requeue, *key, lambda message, reservation_id: message)
+    assert ledger.store.read(quarantine.listed, ledger.root, 1)
+    ledger.store.run(*again, lock_ms=5000, bound=None)
+    assert not ledger.store.run(quarantine.discard, *key)
+    ledger.relay()
 
 
 def run(ledger: Ledger) -> None:

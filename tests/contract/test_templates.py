@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from celery_budget import admission
 from celery_budget.core.budgets import Share
 from celery_budget.core.reservations import (
     AlreadyReserved,
@@ -18,7 +17,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import InvalidBudget, InvalidName, PolicyError, UnknownBudget
 from celery_budget.store import budgets
-from tests.contract.support import Ledger, message_of
+from tests.contract.support import Ledger, admit_many, message_of
 
 
 @pytest.fixture
@@ -376,7 +375,7 @@ def test_a_batch_makes_all_that_it_needs(tenants: Ledger, best_effort: bool) -> 
     requests = [tenants.request(1, budget=f"tenant:{one}/user:1") for one in range(12)]
     unknown = tenants.request(1, ("nobody", 1), budget="tenant:x")
     asked = [(one, message_of(one)) for one in (*requests, unknown)]
-    tried = admission.admit_many(tenants.store, tenants.settings, asked, best_effort=best_effort)
+    tried = admit_many(tenants.store, tenants.settings, asked, best_effort=best_effort)
     assert tried[-1] == Unknown("nobody")
     assert "tenant:x" not in names(tenants)
     if best_effort:

@@ -26,6 +26,7 @@ from celery_budget.errors import BudgetError, HoldsOpen, InvalidAmount, InvalidB
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, journal, schema
 from celery_budget.upkeep import Upkeep
+from tests.contract.support import admit_many
 from tests.simulation.scheduler import Client, SteppedStore
 from tests.simulation.world import SHAPES, World
 
@@ -86,7 +87,7 @@ def caller(client: Client, world: World, store: Store) -> None:
     asked = [world.request(chance, new_id(), chance.random() < 0.5) for _ in range(count)]
     messages = [(request, message_of(request)) for request in asked]
     if what in ("all", "some"):
-        heard: Sequence[Any] = admission.admit_many(
+        heard: Sequence[Any] = admit_many(
             store, world.settings, messages, best_effort=what == "some"
         )
         new = [one.reservation_id for one, out in zip(asked, heard, strict=True) if new_of(out)]

@@ -25,6 +25,8 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
+    "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
+    "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
     "RequestRuns": (("t-1", "running"), ["t-1", "running", "revoke('t-1', terminate=True)"]),
     "StoreError": (("the database failed", True), ["the database failed"]),

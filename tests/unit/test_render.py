@@ -17,6 +17,7 @@ from celery_budget.reconcile import (
     Entry,
     Grant,
     Reconciliation,
+    RelaySeen,
     Report,
     Standing,
     Story,
@@ -31,12 +32,13 @@ from celery_budget.render.budgets import (
 )
 from celery_budget.render.documents import json_document
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import drift_table, report_view, verdict
+from celery_budget.render.tables import drift_table, relays_table, report_view, verdict
 from celery_budget.render.text import as_text, literal, moment, number
 
 BIG = 2**63 - 1
 ACME = Balance("acme", "tokens", 1_000_000, 250_000, 1234)
 DRIFT = Drift("draft", "tokens_of", "2", 3, 1000, 1000)
+RELAY = RelaySeen("host-1", 4711, 0, 0, 1.25, True)
 SECOND = 1_000_000
 
 
@@ -110,6 +112,19 @@ def test_drift_is_marked_where_it_is_far_off(estimated: int, actual: int, shown:
     ]
 
 
+@pytest.mark.parametrize(
+    ("relay", "shown"),
+    [
+        (RELAY, ["1.2", "s", "ago", "sleeping"]),
+        (replace(RELAY, sleeping=False), ["1.2", "s", "ago"]),
+        (replace(RELAY, seconds=1500.0), ["1,500.0", "s", "ago", "gone"]),
+    ],
+)
+def test_a_relay_is_shown_with_what_it_does(relay: RelaySeen, shown: list[str]) -> None:
+    *_, row = lines(relays_table([relay]))
+    assert row.split() == ["host-1", "4711", *shown]
+
+
 def test_the_verdict_is_one_line_where_the_ledger_adds_up() -> None:
     nothing = {"reserved": 0, "due": 0, "parked": 0}
     assert lines(verdict(Reconciliation((), nothing), 1200)) == [
@@ -134,17 +149,19 @@ def test_the_verdict_lists_each_mismatch() -> None:
 
 def test_a_report_has_all_parts_in_order() -> None:
     counts = {"admitted": 2, "refused": 1, "settled": 2, "over": 1}
-    report = Report((ACME,), counts, (DRIFT,), Reconciliation((), {}))
+    report = Report((ACME,), counts, (DRIFT,), (RELAY,), Reconciliation((), {}))
     text = as_text(report_view(report))
     parts = ["Budgets", "acme", "Requests", "admitted", "refused", "settled", "over",
-             "Estimated and actual", "draft", "adds up: 2 requests"]  # fmt: skip
+             "Estimated and actual", "draft", "Relays", "host-1",
+             "adds up: 2 requests"]  # fmt: skip
     assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
 
 
 def test_an_empty_report_says_so() -> None:
-    text = as_text(report_view(Report((), {"admitted": 0}, (), Reconciliation((), {}))))
+    text = as_text(report_view(Report((), {"admitted": 0}, (), (), Reconciliation((), {}))))
     assert "There are no budgets yet" in text
     assert "Nothing has been measured yet" in text
+    assert "No relay runs" in text
     assert "0 requests, nothing open" in text
 
 

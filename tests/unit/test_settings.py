@@ -11,6 +11,7 @@ from celery_budget.errors import ConfigurationError
 from celery_budget.settings import PREFIX, Settings
 
 URL = "sqlite:////tmp/budget.db"
+LISTEN = "postgresql+psycopg://budget@direct/budget"
 
 
 def read(**values: Any) -> Settings:
@@ -33,9 +34,10 @@ def test_without_a_url_both_forms_are_shown() -> None:
 def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
     values: dict[str, Any] = {
         "str": "reject", "int": 7, "float": 7.5,
+        "Mapping[str, str]": {"eu": "amqp://eu//"},
     }  # fmt: skip
     wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
-    wanted["database_url"] = URL
+    wanted |= {"database_url": URL, "listen_url": LISTEN}
     settings = read(**wanted)
     assert {field.name: getattr(settings, field.name) for field in fields(Settings)} == wanted
     asked: list[str] = []
@@ -57,6 +59,8 @@ BAD: list[Any] = [
     ("database_url", "budget.db", "sqlite:////absolute"),
     ("database_url", 7, "give text"),
     ("database_url", "", "give text"),
+    ("listen_url", "direct", "postgresql+psycopg://"),
+    ("listen_url", URL, "the ledger's PostgreSQL"),
     ("root", "", "give text"),
     ("root", "a\nb", "control characters"),
     ("unreserved", "maybe", "'admit' or 'reject'"),
@@ -70,7 +74,13 @@ BAD: list[Any] = [
     ("batch_size", 1.5, "an integer"),
     ("batch_size", 0, "an integer"),
     ("batch_size", "many", "an integer"),
+    ("batch_size", 10_001, "at most 10000"),
     ("max_deliveries", -3, "an integer"),
+    ("brokers", "amqp://eu//", "no mapping"),
+    ("brokers", {"": "amqp://eu//"}, "the name ''"),
+    ("brokers", {"e u": "amqp://eu//"}, "the name 'e u'"),
+    ("brokers", {7: "amqp://eu//"}, "the name 7"),
+    ("brokers", {"eu": "secret"}, "no URL for 'eu'"),
 ]
 
 

@@ -1,0 +1,57 @@
+"""What one call asks of which budgets, and what reports know it by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from celery_budget.core.amounts import check_amount
+from celery_budget.core.identity import Fingerprint, fingerprint
+from celery_budget.core.policies import Evaluation
+from celery_budget.core.reservations import Line
+from celery_budget.errors import PolicyError
+
+__all__ = ["Terms", "summed"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A call's evaluation, and what reports know it by.
+
+    :ivar fingerprint: of the task and its bound arguments.
+    """
+
+    stage: str
+    estimator: str
+    version: str
+    evaluation: Evaluation
+    fingerprint: Fingerprint
+
+
+def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
+    """Return the terms of a call of ``task_name`` that makes all of ``calls``, at least one.
+
+    They draw on all the budgets that any of them names, in the order in which those are named
+    first; the owner is that of the first call. Stage, estimator and version are those of the first
+    call as well.
+
+    :param arguments: what the fingerprint is of, beside the task's name.
+    :raises InvalidAmount: where a sum is too large.
+    :raises PolicyError: where one of the calls draws on a budget twice, as it would by itself.
+    """
+    amounts: dict[tuple[str, str], int] = {}
+    for call in calls:
+        names = [line.budget for line in call.evaluation.lines]
+        for name in names:
+            if names.count(name) > 1:
+                raise PolicyError(f"one item of {task_name} draws on budget {name!r} twice")
+        for line in call.evaluation.lines:
+            key = line.budget, line.charge
+            total = amounts.get(key, 0) + line.amount
+            amounts[key] = check_amount(total, f"the summed estimate for {task_name}")
+    lines = tuple(Line(budget, amount, charge) for (budget, charge), amount in amounts.items())
+    return replace(
+        calls[0],
+        evaluation=Evaluation(lines, arguments),
+        fingerprint=fingerprint(task_name, arguments),
+    )

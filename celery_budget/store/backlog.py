@@ -1,0 +1,59 @@
+"""How many messages wait to be published: the bound of the outbox, looked at by admissions."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.store.insert import insert_new
+from celery_budget.store.schema import backlog, now_us, outbox
+from celery_budget.store.unready import Unready
+
+__all__ = ["uncounted", "waiting"]
+
+#: For how long a count is good.
+FRESH_US = 2_000_000
+
+
+def waiting(connection: Connection, root: str, bound: int) -> int:
+    """Return how many messages wait to be published, as last counted; ``bound`` + 1 for more.
+
+    One call in two seconds counts them, the others read what it found. Locks the root's row of the
+    count, only to count, and never waits for it.
+
+    :raises Unready: where nothing was ever counted.
+    """
+    if connection.dialect.name == "postgresql":
+        counted = connection.execute(
+            sa.select(sa.func.budget_backlog(root, sa.cast(bound, sa.BigInteger), now_us()))
+        ).scalar()
+        if counted is None:
+            raise uncounted(root)
+        return int(counted)
+    row = connection.execute(
+        sa.select(
+            backlog.c.messages, (backlog.c.counted_us > now_us() - FRESH_US).label("fresh")
+        ).where(backlog.c.root == root)
+    ).first()
+    if row is None:
+        raise uncounted(root)
+    if row.fresh:
+        return int(row.messages)
+    some = sa.select(outbox.c.outbox_id).where(outbox.c.root == root, outbox.c.state == "due")
+    messages: int = connection.execute(
+        sa.select(sa.func.count()).select_from(some.limit(bound + 1).subquery())
+    ).scalar_one()
+    connection.execute(
+        backlog.update()
+        .where(backlog.c.root == root)
+        .values(messages=messages, counted_us=now_us())
+    )
+    return messages
+
+
+def uncounted(root: str) -> Unready:
+    """Return what is raised where the root has no count yet; it begins with one to be made."""
+    return Unready(
+        f"the count of the outbox of {root!r}",
+        lambda connection: insert_new(connection, backlog, root=root, messages=0, counted_us=0),
+    )

@@ -1,0 +1,152 @@
+"""Runs in place: a request is admitted and claimed in one transaction, and has no message.
+
+Nobody ever sees it but running or ended. Whatever its process does its lease finds it, and since
+there is no message it never runs anywhere else: it is lost then, and charged.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.reservations import (
+    TERMINAL,
+    AlreadyReserved,
+    Backlogged,
+    Claimed,
+    Closed,
+    Conflict,
+    Ended,
+    Outcome,
+    Refused,
+    Reserved,
+    ReserveRequest,
+    Skipped,
+    Unknown,
+)
+from celery_budget.errors import StoreError
+from celery_budget.store import attempts
+from celery_budget.store.attempts import Delivery
+from celery_budget.store.batch import reserve_many
+from celery_budget.store.continuations import hold_next
+from celery_budget.store.refusals import note_refusals
+from celery_budget.store.schema import attempts as attempts_table
+from celery_budget.store.schema import outbox, reservations
+
+__all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start"]
+
+#: Why a request does not run now.
+NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped
+
+RETRIED = Outcome("retried")
+
+
+def start(
+    connection: Connection,
+    request: ReserveRequest,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    lease_us: int,
+) -> Claimed | NotStarted:
+    """Admit a request and claim its first attempt.
+
+    Locks as :func:`celery_budget.store.batch.reserve_many`: of two calls with one key the second
+    waits, and finds the first one's. A repeat after a lost answer finds its own claim.
+
+    :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
+    """
+    [tried] = reserve_many(connection, request.root, [(request, None)], delivered_us=0)
+    if not isinstance(tried, Reserved):
+        return tried
+    claimed = attempts.claim(connection, delivery, claim_id, lease_us)
+    if not isinstance(claimed, Claimed):
+        raise StoreError("a request that was to run at once has ended while this was repeated")
+    return claimed
+
+
+def go_on(
+    connection: Connection,
+    request: ReserveRequest,
+    attempt: int,
+    claim_id: uuid.UUID,
+    delivery: Delivery,
+    next_claim_id: uuid.UUID,
+    lease_us: int,
+) -> Claimed | Refused | Closed:
+    """End a running attempt as retried, and claim the next one.
+
+    That holds its estimate on top of what was used. Where it does not fit there is none: the
+    request is settled at what it used. ``Closed``, and nothing changed, where the fence is gone.
+
+    Locks the reservation, then its balances. A repeat after a lost answer finds its own claim, or
+    that the request has ended.
+    """
+    root, reservation_id = request.root, request.reservation_id
+    if attempts.owned(connection, root, reservation_id, attempt, claim_id) is not None:
+        refused = hold_next(connection, request)
+        if refused is not None:
+            note_refusals(connection, root, [(request, refused)])
+            end(connection, root, reservation_id, attempt, claim_id, RETRIED)
+            return refused
+        attempts.write_end(connection, root, reservation_id, attempt, RETRIED, is_open=False)
+        attempts.set_reservation(
+            connection, root, reservation_id, state="waiting", retries=request.retries
+        )
+    claimed = attempts.claim(connection, delivery, next_claim_id, lease_us)
+    return claimed if isinstance(claimed, Claimed) else Closed("ended")
+
+
+def end(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    attempt: int,
+    claim_id: uuid.UUID,
+    outcome: Outcome,
+) -> Ended | Closed:
+    """End the running attempt and close it: nothing is ever given again.
+
+    Locks as :func:`celery_budget.store.attempts.end`, and as that finds what it has done before.
+    """
+    ended = attempts.end(connection, root, reservation_id, attempt, claim_id, outcome)
+    if isinstance(ended, Ended):
+        attempts.close(connection, root, reservation_id, attempt, claim_id)
+    return ended
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the last request of a task stands.
+
+    :ivar outcome: of its last attempt, once that has ended.
+    :ivar in_place: whether no message runs it; none does any more where it has ended.
+    """
+
+    state: str
+    outcome: str | None
+    in_place: bool
+
+
+def standing(connection: Connection, root: str, task_id: str) -> Standing | None:
+    """Return how a task stands that was reserved; of one that replaced itself, what it became.
+
+    Locks nothing.
+    """
+    message = sa.exists().where(
+        outbox.c.root == root, outbox.c.reservation_id == reservations.c.reservation_id
+    )
+    last = sa.and_(attempts.of_reservation, attempts_table.c.attempt == reservations.c.attempts)
+    row = connection.execute(
+        sa.select(reservations.c.state, attempts_table.c.outcome, message.label("has_message"))
+        .outerjoin(attempts_table, last)
+        .where(reservations.c.root == root, reservations.c.task_id == task_id)
+        .order_by(reservations.c.nesting.desc(), reservations.c.created_us.desc())
+        .limit(1)
+    ).first()
+    if row is None:
+        return None
+    begun = row.state == "running" or row.state in TERMINAL
+    return Standing(row.state, row.outcome, begun and not row.has_message)

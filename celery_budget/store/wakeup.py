@@ -1,0 +1,311 @@
+"""How a relay that has nothing to do waits for the next message.
+
+Whatever it is told, it looks by itself every ``budget_poll_seconds``: that finds what becomes due
+by time, and what slipped through between two who looked at the same moment. What is here only
+makes it look sooner:
+
+- On PostgreSQL it says that it sleeps, looks once more, then waits for a notification, which an
+  admission sends only to a relay that has said so. Whether notifications arrive at all is found out
+  by sending one to itself: behind a proxy that pools transactions none does. Then it never says
+  that it sleeps, and nobody sends any.
+- On SQLite it watches for commits of others, a look that takes no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Protocol
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.backoff import backoff_seconds
+from celery_budget.core.identity import new_id
+from celery_budget.errors import BudgetError, StoreError
+from celery_budget.settings import Settings
+from celery_budget.store import relays
+from celery_budget.store.engine import Store
+from celery_budget.store.schema import instant, outbox
+
+__all__ = ["Listening", "Sleeper", "Watching", "sleeper"]
+
+logger = logging.getLogger(__name__)
+
+#: How often a relay is seen, at least, and renews its word; it is believed for ten seconds.
+SEEN_SECONDS = 3.0
+#: How soon a relay that waits for something else sees that it is to stop.
+STOP_SECONDS = 0.25
+#: How often a SQLite file is looked at for commits.
+WATCH_SECONDS = 0.01
+#: How long the notification of a relay to itself may take.
+ARRIVE_SECONDS = 2.0
+#: How often it is sent again: a connection may be dead without a sign of it.
+PROVE_SECONDS = 60.0
+#: Between two tries to listen.
+FIRST_RETRY_SECONDS = 0.5
+LONGEST_RETRY_SECONDS = 60.0
+
+
+class Sleeper(Protocol):
+    """Waits on behalf of a relay, and keeps the row by which it is seen."""
+
+    def sleep(self, stop: threading.Event) -> None:
+        """Return when it is time to look for due messages again, or soon after ``stop`` is set.
+
+        :raises StoreError: where the ledger cannot be reached.
+        """
+
+    def stay_awake(self) -> None:
+        """Note that the relay is busy, or could not publish: it waits for no notification.
+
+        :raises StoreError: where the ledger cannot be reached.
+        """
+
+    def close(self) -> None:
+        """End it: the relay is not seen any more.
+
+        :raises StoreError: where the ledger cannot be reached.
+        """
+
+
+def sleeper(store: Store, settings: Settings) -> Sleeper:
+    """Return what waits on this store. It is for one relay, used by one thread."""
+    presence = Presence(store, settings.root)
+    if store.dialect == "sqlite":
+        return Watching(store, settings, presence)
+    return Listening(store, settings, presence, Listener(store, settings))
+
+
+class Presence:
+    """A relay's row: written where it has something else to say, and every few seconds."""
+
+    def __init__(self, store: Store, root: str) -> None:
+        self._store = store
+        self._root = root
+        self._relay_id = new_id()
+        # None: nobody knows what was written last.
+        self._sleeping: bool | None = None
+        self._until = 0.0
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether the row says that the relay sleeps."""
+        return bool(self._sleeping)
+
+    def tell(self, sleeping: bool) -> None:
+        """See to it that the row says so, and was written not long ago."""
+        now = time.monotonic()
+        if sleeping is self._sleeping and now < self._until:
+            return
+        self._sleeping = None
+        if not self._write(sleeping):
+            self._store.run(
+                relays.announce, self._root, self._relay_id, socket.gethostname(), os.getpid()
+            )
+            if sleeping:
+                self._write(True)
+        self._sleeping, self._until = sleeping, now + SEEN_SECONDS
+
+    def leave(self) -> None:
+        """Delete the row."""
+        self._sleeping = None
+        self._store.run_statement(relays.leave, self._root, self._relay_id)
+
+    def _write(self, sleeping: bool) -> bool:
+        return self._store.run_statement(relays.tell, self._root, self._relay_id, sleeping)
+
+
+class Watching:
+    """On SQLite: looks whether the file was changed, then whether anything is due."""
+
+    def __init__(self, store: Store, settings: Settings, presence: Presence) -> None:
+        self._store = store
+        self._settings = settings
+        self._presence = presence
+
+    def sleep(self, stop: threading.Event) -> None:
+        self._presence.tell(False)
+        end = time.monotonic() + self._settings.poll_seconds
+        while (left := end - time.monotonic()) > 0 and not stop.wait(min(left, WATCH_SECONDS)):
+            if self._store.changed() and self._store.read(_anything_due, self._settings.root):
+                return
+
+    def stay_awake(self) -> None:
+        self._presence.tell(False)
+
+    def close(self) -> None:
+        self._presence.leave()
+
+
+def _anything_due(connection: Connection, root: str) -> bool:
+    """Tell whether a message is due. Locks nothing, and keeps no writer waiting."""
+    due = sa.exists().where(
+        outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= instant()
+    )
+    return bool(connection.execute(sa.select(due)).scalar())
+
+
+class Listening:
+    """On PostgreSQL: says that it sleeps, and waits for a notification while it does.
+
+    Its word is written when it goes to sleep and taken back when it was woken; while nothing comes
+    it stands, so that a relay that is idle writes next to nothing.
+    """
+
+    def __init__(
+        self, store: Store, settings: Settings, presence: Presence, listener: Listener
+    ) -> None:
+        self._settings = settings
+        self._presence = presence
+        self._listener = listener
+        listener.start()
+
+    def sleep(self, stop: threading.Event) -> None:
+        hears = self._listener.hears
+        if hears and not self._presence.sleeping:
+            # To be followed by another look: who committed before this was seen told nobody.
+            self._listener.rung.clear()
+            self._presence.tell(True)
+            return
+        self._presence.tell(hears)
+        if self._is_rung(hears, stop):
+            self._listener.rung.clear()
+            self._presence.tell(False)
+
+    def _is_rung(self, hears: bool, stop: threading.Event) -> bool:
+        """Wait for a notification; false where none came in time, or whether any would changed."""
+        end = time.monotonic() + self._settings.poll_seconds
+        while (left := end - time.monotonic()) > 0 and not stop.is_set():
+            if self._listener.rung.wait(min(left, STOP_SECONDS)):
+                return True
+            if self._listener.hears is not hears:
+                break
+        return False
+
+    def stay_awake(self) -> None:
+        self._presence.tell(False)
+
+    def close(self) -> None:
+        self._listener.stop()
+        self._presence.leave()
+
+
+class Listener:
+    """A connection that listens, in a thread of its own: nothing that befalls it delays the relay.
+
+    It counts as hearing once a notification that it sent itself, by another connection, has
+    arrived. One that is lost, or hears nothing, is closed and opened again with back-off.
+
+    :ivar rung: set with each notification of something due; cleared by who waits for it.
+    """
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self.rung = threading.Event()
+        self._store = store
+        self._settings = settings
+        self._hears = False
+        self._trouble: str | None = None
+        self._noted = False
+        self._failures = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="budget-listen", daemon=True)
+
+    @property
+    def hears(self) -> bool:
+        """Whether notifications are known to arrive."""
+        return self._hears
+
+    def start(self) -> None:
+        """Start to listen."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop; the thread ends soon."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with self._store.apart(self._settings.listen_url) as connection:
+                    self._listen(connection)
+            except BudgetError as error:
+                if not self._stop.is_set():
+                    self._note(str(error))
+            except Exception:
+                logger.exception("listening for notifications failed; it is tried again")
+            finally:
+                self._hears = False
+            self._failures += 1
+            self._stop.wait(
+                backoff_seconds(self._failures, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+            )
+
+    def _listen(self, connection: Connection) -> None:
+        """Listen until the relay stops.
+
+        :raises StoreError: where the connection is lost, or hears nothing.
+        """
+        connection.exec_driver_sql(f'LISTEN "{relays.channel(self._settings.root)}"')
+        try:
+            while self._is_proved(connection):
+                self._hears, self._failures = True, 0
+                self._note(None)
+                self._hear(connection, PROVE_SECONDS)
+        finally:
+            # The session may be the proxy's, and go on.
+            with suppress(sa.exc.SQLAlchemyError):
+                connection.exec_driver_sql("UNLISTEN *")
+
+    def _is_proved(self, connection: Connection) -> bool:
+        """Find out whether notifications arrive; false where the relay stops meanwhile.
+
+        Sent by a connection of the pool, since a proxy may answer with it who sent it.
+
+        :raises StoreError: where none does.
+        """
+        proof = new_id().hex
+        self._store.run_statement(relays.notify, self._settings.root, proof)
+        if not self._hear(connection, ARRIVE_SECONDS, proof) and not self._stop.is_set():
+            url = connection.engine.url.render_as_string(hide_password=True)
+            raise StoreError(f"no notification arrives over {url}", retryable=True)
+        return not self._stop.is_set()
+
+    def _hear(self, connection: Connection, seconds: float, proof: str | None = None) -> bool:
+        """Take in notifications for some time, or until ``proof`` arrives; tell whether it did."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self._stop.is_set():
+            payloads = _arrived(connection, min(left, STOP_SECONDS))
+            # What has a payload is a proof, ours or another relay's.
+            if "" in payloads:
+                self.rung.set()
+            if proof in payloads:
+                return True
+        return False
+
+    def _note(self, trouble: str | None) -> None:
+        """Log when it begins to hear and when it ends, not each try between."""
+        if trouble is None and (self._trouble is not None or not self._noted):
+            logger.info("the relay is woken by notifications")
+        elif trouble is not None and (self._trouble is None or not self._noted):
+            logger.warning(
+                "%s; until notifications arrive the relay looks every %g s (behind a proxy that "
+                "pools transactions, give the database's own URL as budget_listen_url)",
+                trouble,
+                self._settings.poll_seconds,
+            )
+        self._trouble, self._noted = trouble, True
+
+
+def _arrived(connection: Connection, seconds: float) -> list[str]:
+    """Return the payloads of notifications, as soon as there are any, or none after this time."""
+    driver: Any = connection.connection.driver_connection
+    try:
+        return [one.payload for one in driver.notifies(timeout=seconds, stop_after=1)]
+    except connection.dialect.loaded_dbapi.Error as error:
+        said = " ".join(str(error).split())
+        raise StoreError(f"the connection that listens was lost: {said}", retryable=True) from error

@@ -1,0 +1,169 @@
+"""Several publications in one transaction: units, messages without a budget, what is parked."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import pytest
+
+from celery_budget import admission
+from celery_budget.admission import Publication
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import (
+    AlreadyReserved,
+    Backlogged,
+    Conflict,
+    Parked,
+    Refused,
+    Reserved,
+    ReserveRequest,
+    Skipped,
+)
+from celery_budget.store import schema
+from tests.contract.support import Ledger, message_of
+
+
+def of(request: ReserveRequest, unit: int = 0, *, continuation: bool = False) -> Publication:
+    return Publication(request, message_of(request), unit, continuation)
+
+
+def plain(name: str, unit: int = 0, needs: uuid.UUID | None = None) -> Publication:
+    return Publication(
+        None, WireMessage(name, "shop.plain", b"body", "{}", "celery"), unit, needs=needs
+    )
+
+
+def admit(ledger: Ledger, publications: Sequence[Publication], **flags: bool) -> list[object]:
+    return list(admission.admit_many(ledger.store, ledger.settings, publications, **flags))
+
+
+def written(ledger: Ledger) -> set[str]:
+    """The ids of the tasks in the outbox."""
+    return {row.task_id for row in ledger.rows("outbox")}
+
+
+def test_all_of_a_unit_or_none_of_it(funded: Ledger) -> None:
+    first = [funded.request(30), funded.request(80)]
+    second = [funded.request(40), funded.request(50)]
+    third = [funded.request(20)]
+    publications = [
+        of(first[0], 1),
+        of(second[0], 2),
+        of(first[1], 1),
+        plain("with the first", 1),
+        of(second[1], 2),
+        plain("with the second", 2),
+        of(third[0], 3),
+    ]
+    outcomes = admit(funded, publications)
+    # The first unit takes nothing, whatever of it would have fitted.
+    assert [type(outcome).__name__ for outcome in outcomes] == [
+        "Skipped",
+        "Reserved",
+        "Refused",
+        "NoneType",
+        "Reserved",
+        "NoneType",
+        "Refused",
+    ]
+    assert written(funded) == {*(one.task_id for one in second), "with the second"}
+    assert funded.balance() == (90, 0)
+
+
+def test_one_request_in_two_units(funded: Ledger) -> None:
+    shared, much, little = funded.request(10), funded.request(95), funded.request(1)
+    publications = [of(shared, 1), of(much, 1), of(shared, 2), of(little, 2)]
+    outcomes = admit(funded, publications)
+    assert isinstance(outcomes[1], Refused)
+    assert [outcomes[0], outcomes[2], outcomes[3]] == [Skipped(), Skipped(), Skipped()]
+    assert written(funded) == set()
+    assert admit(funded, [of(shared, 1), of(shared, 2), of(little, 2)]) == [
+        Reserved(shared.reservation_id),
+        Reserved(shared.reservation_id),
+        Reserved(little.reservation_id),
+    ]
+
+
+def test_what_tells_of_a_request_goes_out_with_it_only(funded: Ledger) -> None:
+    known, new = funded.reserve(5), funded.request(5)
+    again = ReserveRequest(**{**vars(known), "reservation_id": uuid.uuid4()})
+    outcomes = admit(
+        funded,
+        [
+            of(again),
+            plain("of the known", needs=again.reservation_id),
+            of(new),
+            plain("of the new", needs=new.reservation_id),
+        ],
+    )
+    assert outcomes[0] == AlreadyReserved(known.reservation_id, known.task_id)
+    assert written(funded) == {known.task_id, new.task_id, "of the new"}
+
+
+@pytest.mark.parametrize("repeats_whole", [False, True])
+def test_a_repeat(funded: Ledger, repeats_whole: bool) -> None:
+    request = funded.request(5)
+    admit(funded, [of(request), plain("first")], repeats_whole=repeats_whole)
+    again = ReserveRequest(**{**vars(request), "reservation_id": uuid.uuid4()})
+    admit(funded, [of(again), plain("second")], repeats_whole=repeats_whole)
+    assert written(funded) == {request.task_id, "first", *(() if repeats_whole else ("second",))}
+
+
+def test_messages_without_a_budget_only(funded: Ledger) -> None:
+    assert admit(funded, [plain("one"), plain("two")], repeats_whole=True) == [None, None]
+    assert written(funded) == {"one", "two"}
+    assert admit(funded, []) == []
+
+
+def test_what_continues_is_parked_by_itself(funded: Ledger) -> None:
+    requests = [funded.request(amount) for amount in (60, 50, 40)]
+    outcomes = admit(funded, [of(one, continuation=True) for one in requests])
+    assert [type(outcome) for outcome in outcomes] == [Reserved, Parked, Reserved]
+    assert funded.balance() == (100, 0)
+    assert funded.refused() == 0
+    again = admit(funded, [of(one, continuation=True) for one in requests])
+    assert again == outcomes
+    funded.set("b", 150)
+    assert funded.sweep().admitted == 1
+
+
+def test_what_continues_and_is_in_use_for_something_else(funded: Ledger) -> None:
+    known = funded.reserve(5)
+    other = ReserveRequest(
+        **{**vars(known), "reservation_id": uuid.uuid4(), "fingerprint": "1:other"}
+    )
+    fits = funded.request(5)
+    outcomes = admit(funded, [of(other, continuation=True), of(fits, continuation=True)])
+    assert isinstance(outcomes[0], Conflict)
+    assert outcomes[1] == Reserved(fits.reservation_id)
+
+
+def test_a_parents_message_is_written_once(funded: Ledger) -> None:
+    parent = funded.reserve(5)
+    child = WireMessage("child", "shop.plain", b"body", "{}", "celery")
+    for _ in range(2):
+        admit(funded, [Publication(None, child, parent=parent.reservation_id)])
+    assert [row.task_id for row in funded.rows("outbox", parent_id=parent.reservation_id)] == [
+        "child"
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_full_outbox_takes_nothing_new(funded: Ledger, count: int) -> None:
+    known = funded.reserve(5)
+    funded.store.run(
+        lambda connection: connection.execute(
+            schema.backlog.update()
+            .where(schema.backlog.c.root == funded.root)
+            .values(messages=10**6, counted_us=2**62)
+        )
+    )
+    new = [funded.request(5) for _ in range(count)]
+    outcomes = admit(funded, [of(one) for one in new])
+    assert outcomes == [Backlogged(10**6, 10**6)] * count
+    assert written(funded) == {known.task_id}
+    # What continues work goes on, and what is known is found.
+    assert isinstance(admit(funded, [of(new[0], continuation=True)])[0], Reserved)
+    again = ReserveRequest(**{**vars(known), "reservation_id": uuid.uuid4()})
+    assert isinstance(admit(funded, [of(again)])[0], AlreadyReserved)
