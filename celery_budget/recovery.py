@@ -25,6 +25,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LIMIT = 100
+#: How often in one pass that many messages are deleted that are kept no longer.
+PRUNES = 100
 
 
 class Results(Protocol):
@@ -72,7 +74,9 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
         step = _guarded(_recover_silent, store, settings, results, silent)
         if step is not None:
             steps[step] += 1
-    store.run(outbox.prune, settings.root, LIMIT)
+    for _ in range(PRUNES):
+        if store.run(outbox.prune, settings.root, LIMIT) < LIMIT:
+            break
     return Recovered(**steps)
 
 

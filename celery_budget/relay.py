@@ -1,50 +1,98 @@
 """The relay: takes due messages from the outbox, publishes them, marks what was confirmed.
 
-Several may run. One that dies between publishing and marking leaves messages that another
-publishes again; a worker claims one of the two.
+Several may run: each message is published once, in the order its key asks for, if it has one. A
+relay that dies between publishing and marking leaves one batch that another publishes again, with
+the same ids; a worker claims one of the two. ``docs/relay.md`` says what each answer of a broker
+leads to.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+import uuid
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Protocol
 
 from celery_budget.core.backoff import backoff_seconds
+from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.settings import Settings
-from celery_budget.store import Store, outbox, reservations
+from celery_budget.store import Store, outbox, quarantine, reservations
 from celery_budget.store.outbox import Due
+from celery_budget.store.wakeup import Sleeper
 
-__all__ = ["BrokerDown", "Ended", "Publisher", "Relayed", "Unpublishable", "run", "run_once"]
+__all__ = [
+    "BrokerDown",
+    "Ended",
+    "Publisher",
+    "Rejected",
+    "Relay",
+    "Relayed",
+    "Unpublishable",
+    "run",
+    "run_once",
+]
 
 logger = logging.getLogger(__name__)
 
+#: Between two tries to publish a message that was refused.
+FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
+#: Between two passes while the broker or the store is down.
+LONGEST_OUTAGE_SECONDS = 5.0
+#: For which part of its hold a batch is published from; the rest is for the message in hand.
+PUBLISHING = 0.5
+#: Why a request ends that was not published in time.
+EXPIRED = "expired"
 
 
 class BrokerDown(Exception):
-    """The broker cannot be reached; every message must wait."""
+    """A broker cannot be reached or does not answer: its messages must wait.
+
+    :param error: what was said.
+    :param sent: whether the message was on its way, so that nothing is known about it. It may be
+        what the connection broke at: others come before it then.
+    """
+
+    def __init__(self, error: str, sent: bool = False) -> None:
+        super().__init__(error, sent)
+        self.error = error
+        self.sent = sent
 
 
 class Unpublishable(Exception):
-    """The broker refuses this message; others may pass."""
+    """No broker would take this message as it is; others may pass.
+
+    :param reason: ``unroutable``, ``oversize`` or ``undecodable``.
+    :param error: what was said.
+    """
+
+    def __init__(self, reason: str, error: str) -> None:
+        super().__init__(reason, error)
+        self.reason = reason
+        self.error = error
+
+
+class Rejected(Exception):
+    """The broker does not take this message now, as where its queue is full; others may pass."""
 
 
 class Publisher(Protocol):
-    """The way to the broker."""
+    """The way to the brokers."""
 
     def publish(self, message: WireMessage) -> None:
         """Publish and wait for the confirmation.
 
         :raises BrokerDown: nothing is known about this message.
-        :raises Unpublishable: this message was refused.
+        :raises Unpublishable: this message was refused for good.
+        :raises Rejected: this message was refused for now.
         """
 
     def reset(self) -> None:
-        """Drop the connection, so that the next publish opens a new one."""
+        """Drop all connections, so that the next publish opens a new one."""
 
 
 class Ended(Protocol):
@@ -55,113 +103,287 @@ class Ended(Protocol):
 
 @dataclass(frozen=True)
 class Relayed:
-    """What one pass did, in numbers of messages."""
+    """What one pass did, in numbers of messages.
+
+    :ivar taken: how many it had in hand.
+    :ivar published: how many of them were confirmed.
+    :ivar failed: how many were refused.
+    :ivar released: how many ended since their time was over.
+    :ivar quarantined: how many went into quarantine.
+    :ivar broker_down: whether no broker can be reached, so that there is nothing to do for a while.
+    :ivar again: whether another pass should follow at once.
+    """
 
     published: int = 0
     failed: int = 0
     released: int = 0
     taken: int = 0
     broker_down: bool = False
+    again: bool = False
+    quarantined: int = 0
+
+
+class Relay:
+    """One relay: takes batches of due messages, publishes them, marks what was confirmed.
+
+    A batch is held for ``publish_seconds``, under a fence of its own. What was not published in the
+    first half of that is given back, so that no other relay takes what this one is publishing; what
+    another has taken all the same, since this one stood still, is neither marked nor given back.
+    """
+
+    def __init__(
+        self, store: Store, settings: Settings, publisher: Publisher, ended: Ended
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._publisher = publisher
+        self._ended = ended
+        self._rests = {name: _Rest() for name in ("", *settings.brokers)}
+        # Guards what is in hand: waiting to be published, not to be published now, and confirmed.
+        self._lock = threading.Lock()
+        self._fence: uuid.UUID | None = None
+        self._waiting: deque[Due] = deque()
+        self._aside: list[Due] = []
+        self._published: list[Due] = []
+        self._trouble: str | None = None
+
+    def run_once(self, stop: threading.Event) -> Relayed:
+        """Take up to a batch of due messages for each broker and bring each one step on.
+
+        A message past its ``expires`` is not published, its hold is given back. One that cannot be
+        published goes into quarantine, and its hold is given back, at once or, where the broker may
+        take it later, when its tries are used up. None of this happens to one whose task was
+        started: its result is not ours to store.
+
+        A broker that cannot be reached is left alone for a while, longer each time.
+
+        :param stop: looked at between two messages; what is in hand then is given back.
+        """
+        # What is in hand still, after a fault of the store.
+        self.hand_back()
+        steps: Counter[str] = Counter()
+        again = False
+        for broker, rest in self._rests.items():
+            if stop.is_set() or rest.lasts:
+                continue
+            again |= self._pass(broker, stop, steps)
+        down = all(rest.lasts for rest in self._rests.values())
+        return Relayed(**steps, broker_down=down, again=again and not down)
+
+    def hand_back(self) -> None:
+        """Mark what was published and give the rest back.
+
+        Also for another thread, at shutdown. The one message that is being published then is marked
+        by the thread that publishes it, or taken by another relay when its time is over.
+        """
+        with self._lock:
+            if self._fence is None:
+                return
+            if self._published:
+                self._store.run(
+                    outbox.mark_published,
+                    self._settings.root,
+                    self._fence,
+                    self._published,
+                    self._settings.republish_us,
+                )
+                self._published = []
+            rest = [*self._aside, *self._waiting]
+            if rest:
+                self._store.run(
+                    outbox.give_back, self._settings.root, self._fence, rest, self._trouble
+                )
+                self._aside = []
+                self._waiting.clear()
+            self._trouble = None
+
+    def _pass(self, broker: str, stop: threading.Event, steps: Counter[str]) -> bool:
+        """Work through one batch; tell whether there may be more to do at once."""
+        settings = self._settings
+        until = time.monotonic() + settings.publish_seconds * PUBLISHING
+        batch = self._store.run(
+            outbox.claim_due,
+            settings.root,
+            broker,
+            settings.batch_size,
+            settings.publish_us,
+            new_id(),
+        )
+        with self._lock:
+            self._fence = batch.fence
+            self._waiting.extend(batch.messages)
+        steps["taken"] += len(batch.messages)
+        while not stop.is_set() and time.monotonic() < until:
+            due = self._next()
+            if due is None:
+                break
+            self._bring_on(batch.fence, due, steps)
+        self.hand_back()
+        ordered = any(due.message.order_key is not None for due in batch.messages)
+        full = len(batch.messages) == settings.batch_size
+        return (full or ordered or batch.behind > 0) and not self._rests[broker].lasts
+
+    def _next(self) -> Due | None:
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
+
+    def _bring_on(self, fence: uuid.UUID, due: Due, steps: Counter[str]) -> None:
+        """Publish a message, or bring it to its end; count what was done."""
+        if due.expired and not due.started:
+            steps["released"] += self._release(fence, due)
+            return
+        rest = self._rests[due.message.broker]
+        try:
+            self._publisher.publish(due.message)
+        except BrokerDown as down:
+            rest.begin(self._settings.poll_seconds)
+            self._wait_for_broker(fence, due, down)
+            return
+        except Unpublishable as error:
+            steps["failed"] += 1
+            steps["quarantined"] += self._isolate(fence, due, error.reason, error.error)
+        except Rejected as error:
+            steps["failed"] += 1
+            if due.failures + 1 >= self._settings.max_publishes:
+                steps["quarantined"] += self._isolate(fence, due, "rejected", str(error))
+            else:
+                self._postpone(fence, due, str(error))
+        else:
+            steps["published"] += 1
+            with self._lock:
+                self._published.append(due)
+        rest.end()
+
+    def _wait_for_broker(self, fence: uuid.UUID, due: Due, down: BrokerDown) -> None:
+        """Leave the rest of the batch alone; see :class:`BrokerDown`."""
+        name = repr(due.message.broker) if due.message.broker else "of the application"
+        logger.warning("the broker %s cannot be reached: %s", name, down.error)
+        with self._lock:
+            self._trouble = down.error
+            if not down.sent:
+                self._waiting.appendleft(due)
+            self._aside.extend(self._waiting)
+            self._waiting.clear()
+        if down.sent:
+            self._reschedule(fence, due, down.error, failed=False)
+
+    def _postpone(self, fence: uuid.UUID, due: Due, error: str) -> None:
+        """Have a message that failed tried again later; what follows it by its key waits for it."""
+        logger.warning("%s is tried again later: %s", _named(due), error)
+        self._reschedule(fence, due, error, failed=True)
+        key = due.message.order_key
+        if key is None:
+            return
+        with self._lock:
+            self._aside.extend(one for one in self._waiting if one.message.order_key == key)
+            self._waiting = deque(one for one in self._waiting if one.message.order_key != key)
+
+    def _reschedule(self, fence: uuid.UUID, due: Due, error: str, *, failed: bool) -> None:
+        wait = backoff_seconds(due.failures + 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+        self._store.run(
+            outbox.reschedule,
+            self._settings.root,
+            fence,
+            due.outbox_id,
+            int(wait * 1_000_000),
+            error,
+            failed=failed,
+        )
+
+    def _isolate(self, fence: uuid.UUID, due: Due, reason: str, error: str) -> bool:
+        """Put a message that cannot be published into quarantine; tell whether it is there now.
+
+        The result is stored first: a crash in between comes back here. One whose task was started
+        is tried again: it may still be published for a replay, or go with its reservation.
+        """
+        if due.started or not self._told(due, quarantine.UNPUBLISHABLE):
+            self._postpone(fence, due, error)
+            return False
+        isolated = self._store.run(
+            quarantine.isolate, self._settings.root, fence, due, reason, error
+        )
+        if isolated:
+            logger.error("%s is in quarantine, %s: %s", _named(due), reason, error)
+        return isolated
+
+    def _release(self, fence: uuid.UUID, due: Due) -> bool:
+        """End a message whose time is over, as :meth:`_isolate` does."""
+        if not self._told(due, EXPIRED):
+            self._postpone(fence, due, EXPIRED)
+            return False
+        root = self._settings.root
+        if due.reservation_id is None:
+            self._store.run(outbox.forget, root, fence, due.outbox_id)
+        else:
+            self._store.run(reservations.release, root, due.reservation_id, EXPIRED)
+        return True
+
+    def _told(self, due: Due, reason: str) -> bool:
+        """Store the result of a task that will not run; tell whether that could be done.
+
+        A result backend that is down must not hold up the other messages. Events start no task.
+        """
+        try:
+            if due.message.task_name:
+                self._ended(due.message.task_id, reason)
+        except Exception:
+            logger.exception("the result of %s could not be stored", _named(due))
+            return False
+        return True
+
+
+@dataclass
+class _Rest:
+    """For how long a broker that could not be reached is left alone."""
+
+    failures: int = 0
+    until: float = 0.0
+
+    @property
+    def lasts(self) -> bool:
+        return time.monotonic() < self.until
+
+    def begin(self, first: float) -> None:
+        """Begin, or go on for longer."""
+        self.failures += 1
+        wait = backoff_seconds(self.failures, first, LONGEST_OUTAGE_SECONDS)
+        self.until = time.monotonic() + wait
+
+    def end(self) -> None:
+        """It answers."""
+        self.failures, self.until = 0, 0.0
+
+
+def _named(due: Due) -> str:
+    return f"the message of task {due.message.task_name}[{due.message.task_id}]"
 
 
 def run_once(store: Store, settings: Settings, publisher: Publisher, ended: Ended) -> Relayed:
-    """Take up to a batch of due messages and bring each one step on.
+    """Make one pass, as a relay of its own: for whoever has a timer already."""
+    return Relay(store, settings, publisher, ended).run_once(threading.Event())
 
-    A message past its ``expires`` is not published, its hold is given back. One that the broker
-    refuses is tried again with back-off, and its hold given back when the tries are used up.
-    Neither happens to one whose task was started: its result is not ours to store.
+
+def run(relay: Relay, settings: Settings, sleeper: Sleeper, stop: threading.Event) -> None:
+    """Relay until ``stop`` is set: pass after pass while there is work, then asleep until told.
+
+    An outage of the store is waited out, longer each time, spread so that relays that failed
+    together do not come back together. The relay itself does so for each broker; while all rest
+    nobody needs to wake it.
     """
-    taken = store.run(outbox.claim_due, settings.root, settings.batch_size, settings.publish_us)
-    published: list[Due] = []
-    released = failed = 0
-    down: str | None = None
-    for number, due in enumerate(taken):
-        if due.expired and not due.started:
-            released += _release(store, settings, due, "expired", ended)
-            continue
-        try:
-            publisher.publish(due.message)
-        except BrokerDown as exc:
-            down = str(exc)
-            _reschedule(store, settings, taken[number:], down, 0)
-            break
-        except Unpublishable as exc:
-            failed += 1
-            logger.warning(
-                "task %s[%s] was refused by the broker: %s",
-                due.message.task_name,
-                due.message.task_id,
-                exc,
-            )
-            if due.failures + 1 >= settings.max_publishes and not due.started:
-                released += _release(store, settings, due, "unpublishable", ended)
-            else:
-                _reschedule(store, settings, [due], str(exc), due.failures + 1)
-        else:
-            published.append(due)
-    if published:
-        store.run(outbox.mark_published, settings.root, published, settings.republish_us)
-    if down is not None:
-        logger.warning("the broker cannot be reached: %s", down)
-        publisher.reset()
-    return Relayed(len(published), failed, released, len(taken), down is not None)
-
-
-def _reschedule(
-    store: Store, settings: Settings, due: Sequence[Due], error: str, failures: int
-) -> None:
-    """Give messages back: with ``failures`` of their own, or at once where the broker was down."""
-    wait = backoff_seconds(failures, 0.5, LONGEST_WAIT_SECONDS) if failures else 0.0
-    store.run(
-        outbox.reschedule,
-        settings.root,
-        [one.outbox_id for one in due],
-        int(wait * 1_000_000),
-        error,
-        failed=failures > 0,
-    )
-
-
-def _release(store: Store, settings: Settings, due: Due, reason: str, ended: Ended) -> bool:
-    """End a message that will not be published.
-
-    The result is stored first: a crash in between comes back here. So does a result backend that
-    is down, which must not hold up the other messages.
-    """
-    try:
-        ended(due.message.task_id, reason)
-    except Exception:
-        logger.exception("the result of task %s could not be stored", due.message.task_id)
-        _reschedule(store, settings, [due], reason, due.failures + 1)
-        return False
-    if due.reservation_id is None:
-        store.run(outbox.forget, settings.root, due.outbox_id)
-    else:
-        store.run(reservations.release, settings.root, due.reservation_id, reason)
-    return True
-
-
-def run(
-    store: Store,
-    settings: Settings,
-    publisher: Publisher,
-    ended: Ended,
-    stop: threading.Event,
-) -> None:
-    """Relay until ``stop`` is set; outages of store and broker are waited out."""
     failures = 0
+    awake = True
     while not stop.is_set():
-        wait = settings.poll_seconds
         try:
-            relayed = run_once(store, settings, publisher, ended)
+            if awake:
+                sleeper.stay_awake()
+            relayed = relay.run_once(stop)
+            awake = relayed.again or relayed.broker_down
+            if not awake:
+                sleeper.sleep(stop)
+            elif relayed.broker_down:
+                stop.wait(settings.poll_seconds)
+            failures = 0
         except Exception:
             failures += 1
             logger.exception("the relay could not work through the outbox")
-            publisher.reset()
-        else:
-            failures = failures + 1 if relayed.broker_down else 0
-            if relayed.taken == settings.batch_size and not failures:
-                wait = 0
-        if failures:
-            wait = backoff_seconds(failures, settings.poll_seconds, 5.0)
-        stop.wait(wait)
+            stop.wait(backoff_seconds(failures, settings.poll_seconds, LONGEST_OUTAGE_SECONDS))

@@ -24,15 +24,37 @@ from celery_budget.core.reservations import (
     Refused,
     Released,
     Replay,
+    ReserveRequest,
     Running,
     StoredOutcome,
 )
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, continuations, lapses, reservations, usage
+from celery_budget.store import (
+    Store,
+    attempts,
+    continuations,
+    in_place,
+    lapses,
+    reservations,
+    usage,
+)
 from celery_budget.store.attempts import Delivery
+from celery_budget.store.in_place import NotStarted, Standing
 from celery_budget.store.lapses import REPLAY_LEASES
 
-__all__ = ["Attempt", "Delivery", "cancel", "claim", "renew", "revoke", "worker_lost"]
+__all__ = [
+    "Attempt",
+    "Delivery",
+    "Standing",
+    "cancel",
+    "claim",
+    "go_on",
+    "renew",
+    "revoke",
+    "standing",
+    "start",
+    "worker_lost",
+]
 
 
 MAX_KEY_LENGTH = 255
@@ -63,13 +85,74 @@ def claim(
     return claimed
 
 
+def start(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+) -> Attempt | NotStarted:
+    """Admit ``request`` and claim its first attempt, for a run in this process; or why not.
+
+    :param delivery: stands for the message that there is none of.
+    :raises StoreError: nothing is known to have been changed; what was is lost with its lease.
+    """
+    started = store.run(in_place.start, request, delivery, claim_id, settings.lease_us)
+    if not isinstance(started, Claimed):
+        return started
+    return _in_place(store, delivery, started)
+
+
+def go_on(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    attempt: Attempt,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+) -> Attempt | Refused | Closed:
+    """End ``attempt``, which runs in place, as retried, and claim the next one.
+
+    Where that does not fit, the request is settled at what it used and the refusal returned;
+    ``Closed`` where the attempt's fence is gone.
+
+    :raises StoreError: as :func:`start`.
+    """
+    claimed = store.run(
+        in_place.go_on,
+        request,
+        attempt.number,
+        attempt.claim_id,
+        delivery,
+        claim_id,
+        settings.lease_us,
+    )
+    return _in_place(store, delivery, claimed) if isinstance(claimed, Claimed) else claimed
+
+
+def _in_place(store: Store, delivery: Delivery, claimed: Claimed) -> Attempt:
+    return Attempt(
+        store,
+        delivery.root,
+        delivery.reservation_id,
+        claimed.attempt,
+        claimed.claim_id,
+        in_place=True,
+    )
+
+
+def standing(store: Store, settings: Settings, task_id: str) -> Standing | None:
+    """Return how the last request of a task stands; none where there is none."""
+    return store.read(in_place.standing, settings.root, task_id)
+
+
 #: What PostgreSQL's text, or UTF-8, cannot hold.
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 
 @dataclass
 class Attempt:
-    """One claimed attempt, in the hands of the worker that claimed it.
+    """One claimed attempt, in the hands of whoever claimed it.
 
     :ivar replay: the outcome of an attempt that ended without being closed; it is to be given
         again, not run again.
@@ -77,6 +160,7 @@ class Attempt:
     :ivar replaced: whether the task has put another in its place.
     :ivar error: what the task's call raised; none where it returned.
     :ivar settled: whether the reservation is settled and the attempt waits to be closed.
+    :ivar in_place: whether it runs in its caller's process: its end closes it.
     """
 
     store: Store
@@ -90,6 +174,7 @@ class Attempt:
     settled: bool = False
     replaced: bool = False
     error: BaseException | None = None
+    in_place: bool = False
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -140,8 +225,9 @@ class Attempt:
 
         Sets :attr:`settled` where nothing follows but what Celery does with the outcome.
         """
-        ended = self.store.wait_out(self.stop, attempts.end, *self._key, outcome)
-        self.settled = isinstance(ended, Ended) and ended.state == "settled"
+        end = in_place.end if self.in_place else attempts.end
+        ended = self.store.wait_out(self.stop, end, *self._key, outcome)
+        self.settled = isinstance(ended, Ended) and ended.state == "settled" and not self.in_place
         return isinstance(ended, Ended)
 
     def close(self) -> bool:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import queue
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
 from celery import Celery
 from celery.bin.base import LOG_LEVEL, CeleryCommand, CeleryOption
 
-from celery_budget.cli.group import budget, installed_of
+from celery_budget.cli.group import budget, installed_of, json_option, show
 from celery_budget.integration.service import RelayService
+from celery_budget.reconcile import RelaySeen
+from celery_budget.render.tables import relays_table
+from celery_budget.render.text import printable
 
 __all__ = ["relay"]
 
 #: How long a signal that another thread got may go unseen.
-SIGNAL_SECONDS = 0.5
+SIGNAL_SECONDS = 0.1
+#: A relay is seen every few seconds, unless its broker has stalled or its ledger is down.
+HEALTHY_SECONDS = 15.0
 
 
 @budget.command(cls=CeleryCommand)
@@ -33,19 +39,48 @@ SIGNAL_SECONDS = 0.5
 @click.option(
     "-f", "--logfile", cls=CeleryOption, help="Log destination; the standard error stream if none."
 )
+@click.option(
+    "--health",
+    cls=CeleryOption,
+    is_flag=True,
+    help="Start nothing; exit with 0 if a relay was seen on this host, else with 1.",
+)
+@click.option(
+    "--max-age",
+    cls=CeleryOption,
+    type=click.FloatRange(min=0, min_open=True),
+    help="With --health: seen how many seconds ago at most; by default 15.",
+)
+@click.option("--any-host", cls=CeleryOption, is_flag=True, help="With --health: on any host.")
+@json_option
 @click.pass_context
-def relay(ctx: click.Context, loglevel: int, logfile: str | None) -> None:
+def relay(
+    ctx: click.Context,
+    loglevel: int,
+    logfile: str | None,
+    health: bool,
+    max_age: float | None,
+    any_host: bool,
+    as_json: bool,
+) -> None:
     """Publish what was admitted, until stopped.
 
-    Runs every periodic step as well: parked work, recovery. One has to run somewhere, here or
-    beside beat ('celery -A proj beat -S budget'); several share the work. SIGTERM and SIGINT
-    (Ctrl-C) stop it after the batch in hand; killing it loses nothing.
+    Runs every periodic step as well: parked work, recovery. One has to run somewhere: here, beside
+    beat ('celery -A proj beat -S budget') or in a worker ('--budget-relay'); several share the
+    work. SIGTERM and SIGINT (Ctrl-C) stop it within two seconds: the batch in hand is finished or
+    given back. Killing it loses nothing.
 
     \b
     Examples:
       celery -A proj budget relay
       celery -A proj budget relay --loglevel WARNING --logfile /var/log/budget.log
+      celery -A proj budget relay --health --max-age 30
     """
+    if health:
+        _health(ctx, HEALTHY_SECONDS if max_age is None else max_age, any_host, as_json)
+        return
+    if max_age is not None or any_host or as_json:
+        raise click.UsageError("--max-age, --any-host and --json are for --health")
     installed = installed_of(ctx)
     app: Celery = installed.app
     app.loader.import_default_modules()
@@ -56,6 +91,31 @@ def relay(ctx: click.Context, loglevel: int, logfile: str | None) -> None:
         name = _wait(stopped)
     click.echo(f"{name}: stopping the relay", err=True)
     service.stop()
+
+
+def _health(ctx: click.Context, max_age: float, any_host: bool, as_json: bool) -> None:
+    """Tell whether a relay was seen not long ago; the exit status is for probes."""
+    host = None if any_host else socket.gethostname()
+    relays = [one for one in installed_of(ctx).relays() if host in (None, one.host)]
+    found = [one for one in relays if one.seconds <= max_age]
+    if as_json:
+        show(ctx, {"ok": bool(found), "relays": [one.as_dict() for one in relays]})
+    elif found:
+        show(ctx, relays_table(found))
+    else:
+        raise click.ClickException(_unseen(host, max_age, relays))
+    if not found:
+        ctx.exit(1)
+
+
+def _unseen(host: str | None, max_age: float, relays: Sequence[RelaySeen]) -> str:
+    where = "on any host" if host is None else f"on {printable(host)}"
+    last = f"; the last one {relays[0].seconds:,.1f} s ago" if relays else ""
+    return (
+        f"no relay was seen {where} in the last {max_age:g} s{last}. Start one: "
+        "'celery -A PROJ budget relay', 'celery -A PROJ beat -S budget' or "
+        "'celery -A PROJ worker --budget-relay'"
+    )
 
 
 @contextmanager

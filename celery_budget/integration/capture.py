@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Exchange, Producer, Queue
 from kombu.utils.json import dumps, loads
 
-from celery_budget.core.identity import derived_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import UnsupportedPublication
 
-__all__ = ["Envelope", "Record", "RecordingProducer", "fix_link_ids", "read", "written"]
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
+
+__all__ = ["Envelope", "Record", "RecordingProducer", "read", "with_header", "written"]
 
 #: The exchange of RabbitMQ's native delayed delivery, and the digits it has before a routing key.
 DELAYED_EXCHANGE = "celery_delayed_27"
@@ -46,10 +48,14 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Record:
-    """What kombu was about to hand to the transport."""
+    """What kombu was about to hand to the transport.
+
+    :ivar connection: the connection it was to go by; none where that is the application's own.
+    """
 
     body: bytes
     envelope: Envelope
+    connection: Any = None
 
 
 class RecordingProducer(Producer):
@@ -110,15 +116,20 @@ class RecordingProducer(Producer):
             bool(immediate),
             list(declare or ()),
         )
-        self._sink(Record(raw, envelope))
+        self._sink(Record(raw, envelope, self.connection))
 
 
-def written(app: Celery, record: Record, queue: str) -> WireMessage:
+def written(
+    budget: CeleryBudget, record: Record, queue: str, order_key: str | None = None
+) -> WireMessage:
     """Return ``record`` as the outbox keeps it.
 
     :param queue: where it goes, for people to read, unless its routing key says so.
-    :raises UnsupportedPublication: where a header or property cannot be written as JSON.
+    :param order_key: see :class:`~celery_budget.core.messages.WireMessage`.
+    :raises UnsupportedPublication: where a header or property cannot be written as JSON, or where
+        it goes to a broker that has no name in ``budget_brokers``.
     """
+    broker = budget.brokers.find(record.connection)
     headers = record.envelope.headers
     task_id = str(headers.get("id") or uuid.uuid4())
     task_name = str(headers.get("task") or "")
@@ -131,10 +142,34 @@ def written(app: Celery, record: Record, queue: str) -> WireMessage:
             f"stored: {exc}"
         ) from exc
     queue = record.envelope.routing_key or queue
-    eta, expires = (_moment_us(app, headers.get(name)) for name in ("eta", "expires"))
+    eta, expires = (_moment_us(budget.app, headers.get(name)) for name in ("eta", "expires"))
     return WireMessage(
-        task_id, task_name, record.body, envelope, queue, due_us=eta or 0, expires_us=expires
+        task_id,
+        task_name,
+        record.body,
+        envelope,
+        queue,
+        due_us=eta or 0,
+        expires_us=expires,
+        rank=broker.rank(record.envelope.priority),
+        order_key=order_key,
+        broker=broker.name,
     )
+
+
+def with_header(message: WireMessage, name: str, value: str) -> WireMessage:
+    """Return a stored message with another value of one header.
+
+    :raises UnsupportedPublication: where it cannot be read.
+    """
+    try:
+        envelope = loads(message.envelope)
+    except ValueError as exc:
+        raise UnsupportedPublication(
+            f"the message of task {message.task_name}[{message.task_id}] cannot be read: {exc}"
+        ) from exc
+    envelope["headers"][name] = value
+    return replace(message, envelope=dumps(envelope))
 
 
 def read(message: WireMessage) -> Envelope:
@@ -174,45 +209,3 @@ def _moment_us(app: Celery, value: str | datetime | None) -> int | None:
         return None
     moment = maybe_make_aware(maybe_iso8601(value), app.timezone)
     return int(moment.timestamp() * 1_000_000)
-
-
-def fix_link_ids(embed: dict[str, Any], reservation_id: uuid.UUID) -> dict[str, Any]:
-    """Return a message's embedded signatures with an id for each link that has none.
-
-    Celery gives callbacks a new id at each dispatch, so that a replay of the task would run them
-    once more. Derived from the reservation, a link's id stays the same.
-    """
-    fixed = dict(embed)
-    for kind in ("callbacks", "errbacks"):
-        signatures = fixed.get(kind)
-        if signatures:
-            fixed[kind] = [
-                _with_ids(signature, str(reservation_id), f"{kind}:{number}")
-                for number, signature in enumerate(signatures)
-            ]
-    return fixed
-
-
-def _with_ids(signature: Any, seed: str, path: str) -> Any:
-    if not isinstance(signature, dict):
-        return signature
-    options = dict(signature.get("options") or {})
-    options.setdefault("task_id", str(derived_id("link", seed, path)))
-    fixed = type(signature).__new__(type(signature))
-    dict.update(fixed, signature, options=options)
-    kwargs = signature.get("kwargs") or {}
-    if signature.get("subtask_type") in ("chain", "group", "chord"):
-        nested = dict(kwargs)
-        for key in ("tasks", "header"):
-            members = nested.get(key)
-            if isinstance(members, (list, tuple)):
-                nested[key] = [
-                    _with_ids(member, seed, f"{path}.{key}:{number}")
-                    for number, member in enumerate(members)
-                ]
-            elif members:
-                nested[key] = _with_ids(members, seed, f"{path}.{key}")
-        if nested.get("body"):
-            nested["body"] = _with_ids(nested["body"], seed, f"{path}.body")
-        dict.update(fixed, kwargs=nested)
-    return fixed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -77,10 +78,16 @@ def attempt_of(request: Any) -> Attempt | None:
 def current_attempt(app: Celery | None = None) -> Attempt | None:
     """Return the attempt of the task that this thread runs; none where it runs none.
 
-    A task called by another, directly or eagerly, is part of that one.
+    A task that another one calls is part of that one, unless it has an attempt of its own: one with
+    a budget has where it is run in place, and none where it is called directly.
     """
+    calls: Counter[int] = Counter()
     for task in reversed(_task_stack.stack or ()):
-        attempt = attempt_of(task.request)
+        # A task that has called itself has a request for each of its calls.
+        calls[id(task)] += 1
+        requests = task.request_stack.stack or ()
+        nth = calls[id(task)]
+        attempt = attempt_of(requests[-nth]) if nth <= len(requests) else None
         if attempt is not None:
             return attempt if app is None or task.app is app else None
     return None

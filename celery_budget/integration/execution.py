@@ -6,13 +6,13 @@ that can still decide what becomes of the task.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.utils.serialization import get_pickleable_exception
 from kombu import serialization
 from kombu.exceptions import EncodeError
 from kombu.utils.json import dumps, loads
@@ -28,6 +28,7 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
+from celery_budget.integration import eager
 from celery_budget.integration.context import (
     BOOT_ID,
     HEADER,
@@ -59,11 +60,10 @@ def execute(
     :raises Ignore: for a delivery that may not run, and for an attempt that lost its claim while
         it ran: no result, chord or chain is touched.
     """
-    budget = installed_on(task.app)
     request = task.request
     if request.is_eager:
-        logger.warning("task %s[%s] runs eagerly, outside its budget", task.name, request.id)
-        return body(*args, **kwargs)
+        return eager.run(task, body, args, kwargs)
+    budget = installed_on(task.app)
     _process.runs_tasks = True
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
@@ -194,15 +194,14 @@ def _admit_delivered(
 def _count_rejected(
     budget: CeleryBudget, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    policy = type(task).budget_policy
-    evaluation = policy.evaluate(task.name, inspect.signature(task.run), args, kwargs)
+    terms = task.budget_terms(args, kwargs)
     admission.count_refusal(
         budget.store,
         budget.settings,
-        evaluation.budget,
-        policy.stage or task.name,
+        terms.evaluation.budget,
+        terms.stage,
         task.name,
-        evaluation.estimate,
+        terms.evaluation.estimate,
     )
 
 
@@ -280,6 +279,14 @@ class _Process:
 _process = _Process()
 
 
+def _stands_for(stored: BaseException, error: BaseException | None) -> bool:
+    """Tell whether Celery stores ``stored`` for ``error``: another where that cannot be pickled."""
+    if error is None or stored is error:
+        return stored is error
+    instead = get_pickleable_exception(error)
+    return type(stored) is type(instead) and stored.args == instead.args
+
+
 class AttemptBackend:
     """The result backend, as Celery sees it while it stores what became of an attempt.
 
@@ -304,7 +311,8 @@ class AttemptBackend:
         if (
             attempt is not None
             and attempt.called
-            and exc is not attempt.error
+            and not attempt.in_place
+            and not _stands_for(exc, attempt.error)
             and not isinstance(exc, EncodeError)
         ):
             logger.warning("the outcome of task %s could not be stored: %r", task_id, exc)

@@ -6,23 +6,25 @@ task messages of any origin. A signal would not do: Celery logs what a receiver 
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import celery.app.amqp
 from celery._state import get_current_worker_task
 
 from celery_budget import admission
-from celery_budget.core.budgets import check_text
-from celery_budget.core.identity import fingerprint, new_id, task_id_of
+from celery_budget.admission import Publication
+from celery_budget.core.identity import new_id, task_id_of
 from celery_budget.core.messages import WireMessage
-from celery_budget.core.policies import BudgetPolicy
 from celery_budget.core.reservations import (
     Admitted,
     AlreadyReserved,
+    Missing,
     Parked,
     Refused,
     Reserved,
@@ -30,15 +32,22 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import (
     BudgetError,
-    InvalidName,
     PolicyError,
     StoreError,
     UnsupportedPublication,
 )
-from celery_budget.integration.capture import Record, RecordingProducer, fix_link_ids, written
-from celery_budget.integration.context import HEADER, current_attempt, delivered_now, header
+from celery_budget.integration.batch import Batch, current_batch, together
+from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
+from celery_budget.integration.context import (
+    HEADER,
+    current_attempt,
+    delivered_now,
+    header,
+    parse_header,
+)
+from celery_budget.integration.ids import checked_id, fix_link_ids
 from celery_budget.integration.results import BackendResults
-from celery_budget.integration.task import policy_of, signature_of
+from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt
 
 if TYPE_CHECKING:
@@ -47,9 +56,6 @@ if TYPE_CHECKING:
 __all__ = ["Gate", "with_request_id"]
 
 logger = logging.getLogger(__name__)
-
-#: Celery's own tasks that run another task's body inside their message.
-INLINE_TASKS = ("celery.map", "celery.starmap", "celery.chunks")
 
 
 class Gate:
@@ -63,20 +69,18 @@ class Gate:
         self._send = send
 
     def __call__(self, producer: Any, name: str, message: Any, **options: Any) -> Any:
-        app = self._budget.app
-        attempt = current_attempt(app)
+        attempt = current_attempt(self._budget.app)
         origin = _origin(message, attempt)
+        ours = _Ours.taken_from(options)
+        call = _Call(producer, name, message, options, ours, origin, attempt)
         try:
-            _check_inline(app, name, message)
-            policy = policy_of(app, name)
-            if policy is None:
-                # Of a canvas it reaches every task; Celery would make a message property of it.
-                options.pop("finishing", None)
-                if attempt is not None and origin == "continuation":
-                    return self._follow_unbudgeted(attempt, producer, name, message, options)
-                return self._send(producer, name, message, **options)
-            publication = self._publication(policy, name, message, attempt, origin, options)
-            return self._admit(publication, producer, name, message, options)
+            args, kwargs = _arguments(message)
+            terms = terms_of(self._budget.app, name, args, kwargs)
+            if terms is None:
+                return self._send_plain(call)
+            ours.check(name)
+            request = self._request(call, terms)
+            return self._publish(call, request)
         except StoreError:
             raise
         except BudgetError as error:
@@ -84,115 +88,103 @@ class Gate:
                 raise
             # Raising would turn the task that has just finished into a failure; it is the one
             # that cannot follow which failed.
-            BackendResults(app).failed(_task_id(message), error)
+            BackendResults(self._budget.app).failed(_task_id(message), error)
             return None
 
-    def _publication(
-        self,
-        policy: BudgetPolicy,
-        name: str,
-        message: Any,
-        attempt: Attempt | None,
-        origin: str,
-        options: dict[str, Any],
-    ) -> _Publication:
-        """Work out the request: whose budget, how much, and what it is to the running task.
-
-        Takes what is meant for it out of ``options``, which become the message's properties.
-        """
-        request_id, finishing = options.pop("request_id", None), options.pop("finishing", False)
-        if type(finishing) is not bool:
-            raise PolicyError(f"finishing= of {name} is {finishing!r}; give True or False")
+    def _request(self, call: _Call, terms: Terms) -> ReserveRequest:
+        """Work out the request: whose budget, how much, and what it is to the running task."""
+        name, message, attempt = call.name, call.message, call.attempt
         if not isinstance(message.body, tuple):
             raise UnsupportedPublication(
                 f"task {name} has a budget and cannot be sent with task_protocol 1; use 2"
             )
-        app, settings = self._budget.app, self._budget.settings
-        task = app.tasks[name]
-        args, kwargs, _ = message.body
-        headers = message.headers
-        evaluation = policy.evaluate(name, signature_of(task), tuple(args), kwargs)
-        print_ = fingerprint(name, evaluation.arguments)
-        task_id = _task_id(message)
-        _checked_id("a task id", task_id)
-        if request_id is None:
-            request_id = task_id
-        else:
-            request_id = _checked_id("request_id", request_id)
-            _check_stands_for(request_id, evaluation.budget, task_id)
+        task_id = checked_id("a task id", _task_id(message))
+        request_id, owner = task_id, terms.evaluation.budget
+        if call.ours.request_id is not None:
+            request_id = checked_id("request_id", call.ours.request_id)
+            _check_stands_for(request_id, owner, task_id)
         request = ReserveRequest(
             reservation_id=new_id(),
-            root=settings.root,
-            owner=evaluation.budget,
+            root=self._budget.settings.root,
+            owner=owner,
             request_id=request_id,
             task_id=task_id,
             task_name=name,
-            stage=policy.stage or name,
-            fingerprint=print_.digest,
-            estimator=policy.estimator,
-            estimator_version=policy.version,
-            lines=evaluation.lines,
-            opaque=print_.opaque,
-            nesting=int(headers.get("replaced_task_nesting") or 0),
-            parent=attempt.reservation_id if attempt and origin == "continuation" else None,
-            retries=int(headers.get("retries") or 0),
-            finishing=finishing or origin != "new",
+            stage=terms.stage,
+            fingerprint=_within(call.ours.canvas, terms.fingerprint.digest),
+            estimator=terms.estimator,
+            estimator_version=terms.version,
+            lines=terms.evaluation.lines,
+            opaque=terms.fingerprint.opaque,
+            nesting=int(message.headers.get("replaced_task_nesting") or 0),
+            parent=attempt.reservation_id if attempt and call.origin == "continuation" else None,
+            retries=int(message.headers.get("retries") or 0),
+            finishing=call.ours.finishing or call.origin != "new",
         )
         delivered = delivered_now()
         if delivered is not None and delivered.task_id == task_id:
-            origin = "delivered"
-            request = replace(request, unreserved=True)
-        elif origin == "retry" and attempt is not None:
-            request = replace(request, reservation_id=attempt.reservation_id)
-        return _Publication(request, origin, attempt)
+            return replace(request, unreserved=True)
+        if call.origin == "retry" and attempt is not None:
+            return replace(request, reservation_id=attempt.reservation_id)
+        return self._planned(call, request)
 
-    def _admit(
-        self,
-        publication: _Publication,
-        producer: Any,
-        name: str,
-        message: Any,
-        options: dict[str, Any],
-    ) -> Any:
+    def _planned(self, call: _Call, request: ReserveRequest) -> ReserveRequest:
+        """Return the request under the reservation that its step was planned with, if it was."""
+        found = parse_header(call.ours.planned)
+        if found is None or found[0] != request.root or call.origin != "continuation":
+            return request
+        return replace(request, reservation_id=found[1], plan=found[1])
+
+    def _publish(self, call: _Call, request: ReserveRequest) -> Any:
         """Have Celery's sender make the message, and admit it at the moment it would go out.
 
-        What the sender does afterwards (``after_task_publish``) happens for admitted requests
-        only; the ``task-sent`` event it may publish goes through the outbox as well.
+        In a batch it is admitted with the others. What the sender does afterwards
+        (``after_task_publish``) happens for admitted requests only, unless they are in a batch; the
+        ``task-sent`` event it may publish goes through the outbox as well.
         """
-        request = publication.request
-        args, kwargs, embed = message.body
-        message = message._replace(body=(args, kwargs, fix_link_ids(embed, request.reservation_id)))
-        options["headers"] = {
-            **(options.get("headers") or {}),
+        args, kwargs, embed = call.message.body
+        embed = fix_link_ids(embed, request.reservation_id)
+        steps: list[ReserveRequest] = []
+        if call.ours.reserve is not None:
+            steps, embed = plan(self._budget.app, request, embed)
+            if steps:
+                request = replace(request, plan=request.reservation_id, step=0)
+        message = call.message._replace(body=(args, kwargs, embed))
+        call.options["headers"] = {
+            **(call.options.get("headers") or {}),
             HEADER: header(request.root, request.reservation_id),
         }
-        queue = _queue_name(options)
-        admitted: list[Admitted | None] = []
+        waits = request.unreserved or call.origin == "retry" or _is_step(request)
+        batch = None if waits else current_batch(self._budget)
+        opened = together(self._budget) if batch or steps else nullcontext()
+        with opened as batch:
+            decide = partial(self._decide, call, request) if batch is None else None
+            sink = _Sink(self._budget, call, request, steps, batch, decide)
+            return self._send(
+                RecordingProducer(call.producer, sink), call.name, message, **call.options
+            )
 
-        def sink(record: Record) -> None:
-            wire = written(self._budget.app, record, queue)
-            if not admitted:
-                admitted.append(self._decide(publication, wire))
-            elif isinstance(admitted[0], Reserved):
-                self._enqueue_event(wire)
-
-        return self._send(RecordingProducer(producer, sink), name, message, **options)
-
-    def _decide(self, publication: _Publication, wire: WireMessage) -> Admitted | None:
-        store, settings = self._budget.store, self._budget.settings
-        request = publication.request
-        if publication.origin == "retry" and publication.attempt is not None:
-            attempt = publication.attempt
+    def _decide(self, call: _Call, request: ReserveRequest, wire: WireMessage) -> Admitted | None:
+        """Admit one message by itself; none where its attempt has lost its fence."""
+        store, settings, attempt = self._budget.store, self._budget.settings, call.attempt
+        if call.origin == "retry" and attempt is not None and not request.unreserved:
             return admission.retry(
                 store, settings, request, wire, attempt.number, attempt.claim_id, attempt.stop
             )
-        delivered = delivered_now() if publication.origin == "delivered" else None
+        if _is_step(request):
+            stop = attempt.stop if attempt else None
+            reached = admission.activate(store, settings, request, wire, stop)
+            if not isinstance(reached, Missing):
+                return reached
+            request = replace(request, reservation_id=new_id(), plan=None)
+            wire = with_header(wire, HEADER, header(request.root, request.reservation_id))
+        delivered = delivered_now() if request.unreserved else None
         result = admission.admit(
             store,
             settings,
             request,
             wire,
-            continuation=delivered.park if delivered else publication.origin == "continuation",
+            continuation=delivered.park if delivered else call.origin == "continuation",
             delivered=delivered is not None,
         )
         if delivered is not None:
@@ -205,47 +197,162 @@ class Gate:
             logger.info("task %s[%s] waits for budget", request.task_name, request.task_id)
         return result
 
-    def _enqueue_event(self, wire: WireMessage) -> None:
-        """Have an event published by the relay; the request it tells of is admitted already."""
-        try:
-            admission.enqueue(self._budget.store, self._budget.settings, wire)
-        except StoreError:
-            logger.warning("the task-sent event could not be stored", exc_info=True)
+    def _send_plain(self, call: _Call) -> Any:
+        """Send what draws on no budget.
 
-    def _follow_unbudgeted(
-        self,
-        attempt: Attempt,
-        producer: Any,
-        name: str,
-        message: Any,
-        options: dict[str, Any],
-    ) -> Any:
-        """Send what follows a budgeted attempt through the outbox, where a replay finds it."""
-        queue = _queue_name(options)
-        first = True
+        As Celery does, but for what follows a budgeted attempt, where a replay must find it again,
+        what is published in a batch and what has an order: those go through the outbox.
+        """
+        batch, attempt = current_batch(self._budget), call.attempt
+        follows = attempt is not None and call.origin == "continuation"
+        if batch is None and not follows and call.ours.order_key is None:
+            return self._send(call.producer, call.name, call.message, **call.options)
+        sink = _Sink(self._budget, call, None, [], batch, None)
+        with nullcontext() if batch is None else together(self._budget):
+            return self._send(
+                RecordingProducer(call.producer, sink), call.name, call.message, **call.options
+            )
 
-        def sink(record: Record) -> None:
-            nonlocal first
-            wire = written(self._budget.app, record, queue)
-            parent = attempt.reservation_id if first else None
-            first = False
-            admission.enqueue(self._budget.store, self._budget.settings, wire, parent, attempt.stop)
 
-        return self._send(RecordingProducer(producer, sink), name, message, **options)
+#: The options that callers give.
+GIVEN = ("request_id", "finishing", "order_key", "reserve")
 
 
 @dataclass(frozen=True)
-class _Publication:
-    """A budgeted message and what it is to the task that publishes it.
+class _Ours:
+    """The options of a publication that are for us; Celery would make properties of them.
+
+    :ivar planned: the reservation of a chain's step that was reserved with the whole chain.
+    :ivar canvas: what the canvas is made of whose request id the task's id derives from.
+    """
+
+    request_id: Any = None
+    finishing: Any = False
+    order_key: Any = None
+    reserve: Any = None
+    planned: Any = None
+    canvas: Any = None
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> _Ours:
+        """Take them out of ``options``. Of a canvas they reach tasks without a budget as well."""
+        named = {name: options.pop(name, False if name == "finishing" else None) for name in GIVEN}
+        return cls(**named, planned=options.pop(PLANNED, None), canvas=options.pop(CANVAS, None))
+
+    def check(self, name: str) -> None:
+        """Check what was given for a budgeted task.
+
+        :raises PolicyError: where a value means nothing.
+        """
+        if type(self.finishing) is not bool:
+            raise PolicyError(f"finishing= of {name} is {self.finishing!r}; give True or False")
+        if self.reserve not in (None, "chain"):
+            raise PolicyError(
+                f"reserve= of {name} is {self.reserve!r}; give 'chain', or leave it out to admit "
+                "step by step"
+            )
+        if self.order_key is not None:
+            checked_id(f"order_key= of {name}", self.order_key)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of Celery's sender, and what it is to the task that publishes.
 
     :ivar origin: ``new``; ``retry`` of the running attempt; ``continuation`` of work that was
         admitted (a chain's next step, a callback, a chord's body, a replacement), which is parked
-        where it does not fit; ``delivered`` to a worker without a reservation.
+        where it does not fit.
     """
 
-    request: ReserveRequest
+    producer: Any
+    name: str
+    message: Any
+    options: dict[str, Any]
+    ours: _Ours
     origin: str
     attempt: Attempt | None
+
+
+class _Sink:
+    """Takes what Celery's sender would have sent: first the message, then an event that tells it.
+
+    :param request: none for a message without a budget.
+    :param steps: of a chain that is reserved whole, its later ones.
+    :param batch: where it waits for others.
+    :param decide: admits it at once, where there is no batch.
+    """
+
+    def __init__(
+        self,
+        budget: CeleryBudget,
+        call: _Call,
+        request: ReserveRequest | None,
+        steps: Sequence[ReserveRequest],
+        batch: Batch | None,
+        decide: Callable[[WireMessage], Admitted | None] | None,
+    ) -> None:
+        self._budget = budget
+        self._call = call
+        self._request = request
+        self._steps = steps
+        self._batch = batch
+        self._decide = decide
+        self._queue = _queue_name(call.options)
+        self._first = True
+        self._admitted: Admitted | None = None
+
+    def __call__(self, record: Record) -> None:
+        order_key = self._call.ours.order_key if self._first else None
+        wire = written(self._budget, record, self._queue, order_key)
+        if not self._first:
+            self._take_event(wire)
+            return
+        self._first = False
+        continuation = self._call.origin == "continuation"
+        attempt = self._call.attempt
+        if self._request is None:
+            parent = attempt.reservation_id if attempt and continuation else None
+            if self._batch is not None:
+                self._batch.add(Publication(None, wire, parent=parent))
+            else:
+                stop = attempt.stop if attempt else None
+                admission.enqueue(self._budget.store, self._budget.settings, wire, parent, stop)
+        elif self._batch is not None:
+            self._batch.add(Publication(self._request, wire, continuation=continuation))
+            for step in self._steps:
+                self._batch.add(Publication(step, None))
+        elif self._decide is not None:
+            self._admitted = self._decide(wire)
+
+    def _take_event(self, wire: WireMessage) -> None:
+        """Have an event published by the relay, if what it tells of is to be."""
+        request = self._request
+        if self._batch is not None:
+            needs = request.reservation_id if request else None
+            self._batch.add(Publication(None, wire, needs=needs))
+        elif request is None or isinstance(self._admitted, Reserved):
+            try:
+                admission.enqueue(self._budget.store, self._budget.settings, wire)
+            except StoreError:
+                logger.warning("the task-sent event could not be stored", exc_info=True)
+
+
+def _within(canvas: Any, digest: str) -> str:
+    """Return the fingerprint of a task that is part of a canvas: in another one it is another."""
+    if canvas is None:
+        return digest
+    return f"1:{hashlib.sha256(f'{digest} {canvas}'.encode()).hexdigest()}"
+
+
+def _is_step(request: ReserveRequest) -> bool:
+    """Tell whether a request is a later step of a chain that was reserved whole."""
+    return request.plan is not None and request.step is None
+
+
+def _arguments(message: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(message.body, tuple):
+        return tuple(message.body[0]), message.body[1]
+    return tuple(message.body["args"]), message.body["kwargs"]
 
 
 def _origin(message: Any, attempt: Attempt | None) -> str:
@@ -272,34 +379,9 @@ def _task_id(message: Any) -> str:
     return str(message.headers["id"] if message.headers else message.body["id"])
 
 
-def _check_inline(app: Any, name: str, message: Any) -> None:
-    """Refuse what would run a budgeted task's body without a reservation.
-
-    :raises UnsupportedPublication: for map, starmap and chunks of a budgeted task.
-    """
-    if name not in INLINE_TASKS or not isinstance(message.body, tuple):
-        return
-    args, kwargs, _ = message.body
-    inner = kwargs.get("task", args[0] if args else None)
-    inner_name = inner.get("task") if isinstance(inner, dict) else getattr(inner, "name", None)
-    if inner_name and policy_of(app, inner_name) is not None:
-        raise UnsupportedPublication(
-            f"{name.removeprefix('celery.')} of {inner_name} would run it without a reservation; "
-            f"use a group of {inner_name} signatures"
-        )
-
-
 def _queue_name(options: dict[str, Any]) -> str:
     queue = options.get("queue")
     return str(getattr(queue, "name", queue) or options.get("routing_key") or "")
-
-
-def _checked_id(what: str, value: object) -> str:
-    """Return an id if the ledger can hold it: text without control characters."""
-    try:
-        return check_text(value, what)
-    except InvalidName as exc:
-        raise PolicyError(str(exc)) from exc
 
 
 def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
@@ -323,13 +405,11 @@ def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Call
     def send(name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         request_id = options.get("request_id")
         if request_id is not None and options.get("task_id") is None:
-            policy = policy_of(budget.app, name)
-            if policy is not None:
-                with suppress(BudgetError):
-                    signature = signature_of(budget.app.tasks[name])
-                    evaluation = policy.evaluate(name, signature, tuple(args or ()), kwargs or {})
+            with suppress(BudgetError):
+                terms = terms_of(budget.app, name, tuple(args or ()), kwargs or {})
+                if terms is not None:
                     options["task_id"] = task_id_of(
-                        evaluation.budget, _checked_id("request_id", request_id)
+                        terms.evaluation.budget, checked_id("request_id", request_id)
                     )
         return send_task(name, args, kwargs, *rest, **options)
 

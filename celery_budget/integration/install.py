@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from celery import Celery
+from celery.bin.base import CeleryOption
+from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
 from celery_budget import settlement
 from celery_budget.core.reservations import Closed, Missing, Running
-from celery_budget.errors import BudgetError, RequestRuns, UnknownRequest
+from celery_budget.errors import BudgetError, PolicyError, RequestRuns, UnknownRequest
+from celery_budget.integration import canvas, eager_canvas
+from celery_budget.integration.batch import Batch
+from celery_budget.integration.brokers import Brokers
 from celery_budget.integration.context import find_installed, install_on
+from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
 from celery_budget.integration.ledger import Ledger
 from celery_budget.integration.results import BackendResults
 
 __all__ = ["CeleryBudget"]
+
+#: Celery hands its value to each step of a worker.
+_RELAY_OPTION = CeleryOption(
+    ("--budget-relay",),
+    is_flag=True,
+    help_group="Features",
+    help="Publish what was admitted to a budget, from this worker's main process.",
+)
 
 
 class CeleryBudget(Ledger):
@@ -38,6 +53,11 @@ class CeleryBudget(Ledger):
         install_on(app, self)
         self._install()
 
+    @cached_property
+    def brokers(self) -> Brokers:
+        """The brokers that messages may go to: the application's, and ``budget_brokers``."""
+        return Brokers(self.app, self.settings.brokers)
+
     def cancel(self, task_id: str) -> None:
         """End the request of a task that has not started; cancelling it again changes nothing.
 
@@ -58,8 +78,69 @@ class CeleryBudget(Ledger):
         # After the ledger: a crash in between is made good by cancelling once more.
         BackendResults(self.app).ended(task_id, "cancelled")
 
+    def batch(self, *, partial: bool = False) -> Batch:
+        """Admit all that is published in a block together when it ends, in one transaction.
+
+        ``with budget.batch():``, or ``async with``. A constant number of statements admits any
+        number of publications, those of tasks without a budget included. All are admitted, or none
+        and the end of the block raises; nothing is published where the block itself raises. In a
+        block inside of another one publications belong to the inner.
+
+        :param partial: admit what fits; ``batch.refused`` tells of what did not, a canvas being
+            one.
+        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, StoreError: at the end.
+        """
+        return Batch(self, self.store, partial=partial)
+
+    def enlist(
+        self,
+        connection: Any,
+        *,
+        immediate: bool = False,
+        partial: bool = False,
+        any_isolation: bool = False,
+    ) -> Enlistment:
+        """Admit what is published in a block in the transaction that ``connection`` is in.
+
+        ``with budget.enlist(session):``, ``async with`` for what is asynchronous. It is committed
+        or rolled back with all else in that transaction; that is left to the caller, always. As
+        with :meth:`batch` everything is admitted when the block ends, or nothing; after a refusal
+        the transaction can go on. What is published in a savepoint inside of the block is admitted
+        at once.
+
+        :param connection: to the ledger's own database: a SQLAlchemy ``Session``, ``Connection``,
+            ``AsyncSession`` or ``AsyncConnection``, a psycopg ``Connection`` or
+            ``AsyncConnection``, Django's ``connection`` or a ``sqlite3.Connection``.
+        :param immediate: admit each publication at once instead.
+        :param partial: as for :meth:`batch`.
+        :param any_isolation: take transactions above READ COMMITTED as well, whose races end in a
+            :class:`StoreError` for the caller to run them again.
+        :raises EnlistError: where the connection cannot be enlisted.
+        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, StoreError: at the end.
+        """
+        return Enlistment(
+            self, connection, immediate=immediate, partial=partial, any_isolation=any_isolation
+        )
+
+    async def publish(self, signature: Signature, **options: Any) -> Any:
+        """Publish a signature without blocking the event loop; return its result.
+
+        ``await budget.publish(draft.s(1), countdown=5)`` is ``draft.s(1).apply_async(countdown=5)``
+        in a thread with this context: it takes part in blocks that are open. Where the task that
+        awaits it is cancelled meanwhile, the thread goes on: it may have been admitted or not. With
+        a ``request_id`` it can be published once more in either case.
+
+        :param signature: of a task, or any canvas.
+        :param options: of ``apply_async``.
+        """
+        if not isinstance(signature, Signature):
+            raise PolicyError(
+                f"publish() is for a signature, not for {signature!r}; give task.s(...)"
+            )
+        return await asyncio.to_thread(signature.apply_async, **options)
+
     def _install(self) -> None:
-        """Put the gate where all publications pass, and the lease step into workers.
+        """Put the gate where all publications pass, and the steps of leases and relay into workers.
 
         An ``app.amqp`` that was read before keeps its sender; there the sender is replaced. One
         that was not is built later, once the configuration is known, from a subclass.
@@ -77,4 +158,8 @@ class CeleryBudget(Ledger):
 
             app.amqp_cls = BudgetAMQP
         app.send_task = with_request_id(self, app.send_task)
+        canvas.install()
+        eager_canvas.install()
         app.steps["worker"].add("celery_budget.integration.worker:LeaseStep")
+        app.steps["worker"].add("celery_budget.integration.companion:RelayStep")
+        app.user_options["worker"].add(_RELAY_OPTION)

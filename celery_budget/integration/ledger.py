@@ -20,9 +20,20 @@ from celery_budget.core import declarations
 from celery_budget.core.budgets import Balance, Budget, Limit, Share, check_text, parts_per_million
 from celery_budget.core.declarations import Change
 from celery_budget.core.identity import new_id
-from celery_budget.errors import InvalidAmount, InvalidBudget
+from celery_budget.core.reservations import Missing, Refused
+from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
+from celery_budget.integration.capture import with_header
+from celery_budget.integration.context import HEADER, header
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, budgets, declaring, grants, migrate
+from celery_budget.store import (
+    Connection,
+    Store,
+    budgets,
+    declaring,
+    grants,
+    migrate,
+    quarantine,
+)
 
 __all__ = ["KEEP", "Ledger", "Receipt"]
 
@@ -326,9 +337,59 @@ class Ledger:
         """
         return shown.fold(self.store, self.settings, older_than // _MICROSECOND, told)
 
+    def quarantine(self, limit: int = 100) -> list[shown.Quarantined]:
+        """Return the last ``limit`` messages that could not be published, the last first.
+
+        They hold no budget: their requests have ended as ``unpublishable``.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of messages is an integer from 1 on, not {limit!r}")
+        return shown.quarantined(self.store, self.settings, limit)
+
+    def requeue(self, some_id: str) -> None:
+        """Publish a message of the quarantine again: the same request, admitted anew.
+
+        One transaction. What refuses it leaves it in quarantine. A message that drew on no budget
+        just goes to the outbox.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotQuarantined: where there is none.
+        :raises BudgetExceeded: where the request does not fit its budget now.
+        :raises RequestConflict: where the request was admitted again meanwhile.
+        :raises OutboxFull, UnknownBudget: as where it is admitted for the first time.
+        """
+        root = self.settings.root
+        outcome = self.store.run(
+            quarantine.requeue,
+            root,
+            some_id,
+            lambda message, reservation_id: with_header(
+                message, HEADER, header(root, reservation_id)
+            ),
+            lock_ms=self.settings.lock_ms,
+            bound=self.settings.max_outbox,
+        )
+        if isinstance(outcome, Missing):
+            raise NotQuarantined(some_id)
+        if isinstance(outcome, Refused):
+            raise outcome.error()
+
+    def discard(self, some_id: str) -> None:
+        """Delete a message of the quarantine; its request stays known as one that never ran.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotQuarantined: where there is none.
+        """
+        if not self.store.run(quarantine.discard, self.settings.root, some_id):
+            raise NotQuarantined(some_id)
+
     def report(self) -> shown.Report:
         """Return balances, counts, drift and whether the ledger adds up."""
         return shown.report(self.store, self.settings)
+
+    def relays(self) -> tuple[shown.RelaySeen, ...]:
+        """Return the relays that run, and those that ended without a word in the last hour."""
+        return shown.relays(self.store, self.settings)
 
     def reconcile(self) -> shown.Reconciliation:
         """Return whether the ledger adds up, and what does not."""

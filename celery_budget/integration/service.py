@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from celery_budget import admission, recovery, relay
 from celery_budget.errors import StoreError
 from celery_budget.integration.publisher import KombuPublisher
 from celery_budget.integration.results import BackendResults
+from celery_budget.store import wakeup
 from celery_budget.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -23,7 +25,10 @@ __all__ = ["RelayService", "sweep"]
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0
+#: How long the batch in hand may take to be finished once the relay is to stop.
+FINISH_SECONDS = 0.7
+#: How long it may take to give that batch back where a broker that has stalled keeps it.
+HAND_BACK_SECONDS = 0.5
 
 
 class RelayService:
@@ -31,51 +36,94 @@ class RelayService:
 
     def __init__(self, budget: CeleryBudget) -> None:
         self._budget = budget
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._running: _Running | None = None
 
     def start(self) -> None:
         """Start both threads.
 
         :raises SchemaError: where ``budget init`` has not been run.
+        :raises ConfigurationError: where the broker's options forbid what a relay needs.
         """
-        if self._threads:
+        if self._running is not None:
             return
         try:
             self._budget.check()
         except StoreError as error:
             logger.warning("%s; the relay starts and waits for it", error)
-        self._stop.clear()
-        self._threads = [
-            threading.Thread(target=self._relay, name="budget-relay", daemon=True),
-            threading.Thread(target=self._sweep, name="budget-sweep", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._running = _Running(self._budget)
+        self._running.start()
         logger.info("budget relay started on %s", self._budget.store.url)
 
     def stop(self) -> None:
-        """Stop both and wait for what they have in hand."""
-        self._stop.set()
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(STOP_SECONDS)
+        """Stop both within two seconds, whatever holds them up.
+
+        The batch in hand is finished or, where the broker keeps its message for too long, given
+        back. What hangs ends with the process.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
 
     @property
     def alive(self) -> bool:
         """Whether both threads run."""
-        return bool(self._threads) and all(thread.is_alive() for thread in self._threads)
+        return self._running is not None and self._running.alive
 
-    def _relay(self) -> None:
-        budget = self._budget
-        publisher = KombuPublisher(budget.app)
-        results = BackendResults(budget.app)
+
+class _Running:
+    """The threads from one start to one stop; what still hangs of them is never revived."""
+
+    def __init__(self, budget: CeleryBudget) -> None:
+        self._budget = budget
+        self._stop = threading.Event()
+        self._publisher = KombuPublisher(budget.app)
+        self._publisher.check()
+        self._relay = relay.Relay(
+            budget.store, budget.settings, self._publisher, BackendResults(budget.app).ended
+        )
+        self._sleeper = wakeup.sleeper(budget.store, budget.settings)
+        self._relaying = _thread("relay", self._run_relay)
+        self._sweeping = _thread("sweep", self._run_sweep)
+
+    def start(self) -> None:
+        self._relaying.start()
+        self._sweeping.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        end = time.monotonic() + FINISH_SECONDS
+        self._relaying.join(FINISH_SECONDS)
+        if self._relaying.is_alive():
+            logger.warning("the broker does not answer; what was not published is given back")
+            handing = _thread("hand-back", self._hand_back)
+            handing.start()
+            handing.join(HAND_BACK_SECONDS)
+        self._sweeping.join(max(0.0, end - time.monotonic()))
+
+    @property
+    def alive(self) -> bool:
+        return self._relaying.is_alive() and self._sweeping.is_alive()
+
+    def _run_relay(self) -> None:
+        relay.run(self._relay, self._budget.settings, self._sleeper, self._stop)
+        self._leave()
+        self._publisher.reset()
+
+    def _hand_back(self) -> None:
+        """Do in place of the relay's thread, which hangs, what that would do before its end."""
         try:
-            relay.run(budget.store, budget.settings, publisher, results.ended, self._stop)
-        finally:
-            publisher.reset()
+            self._relay.hand_back()
+        except StoreError as error:
+            logger.warning("%s; what was not published is due again in a while", error)
+        self._leave()
 
-    def _sweep(self) -> None:
+    def _leave(self) -> None:
+        try:
+            self._sleeper.close()
+        except StoreError as error:
+            logger.warning("%s; the relay could not sign off", error)
+
+    def _run_sweep(self) -> None:
         upkeep = Upkeep(self._budget.store, self._budget.settings)
         while not self._stop.is_set():
             try:
@@ -83,6 +131,11 @@ class RelayService:
             except Exception:
                 logger.exception("the sweep failed; it is tried again")
             self._stop.wait(self._budget.settings.sweep_seconds)
+
+
+def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    """Return a thread that ends with the process, at the latest."""
+    return threading.Thread(target=run, name=f"budget-{name}", daemon=True)
 
 
 def sweep(budget: CeleryBudget, upkeep: Upkeep) -> None:

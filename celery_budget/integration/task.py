@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -17,12 +17,22 @@ from celery._state import (
 )
 from celery.local import PromiseProxy, Proxy
 
+from celery_budget.core.identity import fingerprint
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
+from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
-from celery_budget.integration.context import installed_on
-from celery_budget.integration.execution import execute, guarded
+from celery_budget.integration.gated import GatedTask
 
-__all__ = ["BudgetedTask", "budgeted", "policy_of", "signature_of", "upgrade_marked"]
+__all__ = [
+    "BudgetedTask",
+    "budgeted",
+    "budgeted_task",
+    "find_task",
+    "policy_of",
+    "recast",
+    "signature_of",
+    "upgrade_marked",
+]
 
 #: What names a budget: text, a template, or a callable of the task's arguments.
 Drawn = str | Callable[..., str]
@@ -34,7 +44,7 @@ MARK = "__budget_policy__"
 MARKS = "__budget_policies__"
 
 
-class BudgetedTask(Task):
+class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
     Set ``budget`` and ``estimate``, and if you like ``stage`` and ``estimate_version``, as class
@@ -46,7 +56,6 @@ class BudgetedTask(Task):
     """
 
     abstract = True
-    Request = "celery_budget.integration.worker:BudgetRequest"
 
     #: The policy, made of the attributes above; none for a base class that sets no budget.
     budget_policy: BudgetPolicy | None = None
@@ -69,33 +78,22 @@ class BudgetedTask(Task):
             str(getattr(cls, "estimate_version", "1")),
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        following = super().__call__
-        if self.request.called_directly:
-            return following(*args, **kwargs)
-        # Celery's own would hide the request under a new one; its tracer passes it over, too.
-        body = self.run if following.__func__ is Task.__call__ else following
+    def budget_draws(self, args: Any, kwargs: Any) -> bool:
         _policy(self)
-        return execute(self, body, args, kwargs)
+        return True
 
-    @property
-    def backend(self) -> Any:
-        """The result backend; in a worker one that stores nothing but an attempt's outcome."""
-        return guarded(Task.backend.fget(self))
-
-    @backend.setter
-    def backend(self, value: Any) -> None:
-        self._backend = value
-
-    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Publish a message of this task; see :meth:`celery.app.task.Task.apply_async`.
-
-        :raises NotInstalled: where its application has no gate that could reserve it.
-        :raises PolicyError: where it has no budget.
-        """
-        _policy(self)
-        installed_on(self.app)
-        return super().apply_async(*args, **kwargs)
+    def budget_terms(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], unknown: type | None = None
+    ) -> Terms:
+        policy = _policy(self)
+        evaluation = policy.evaluate(self.name, signature_of(self), tuple(args), kwargs, unknown)
+        return Terms(
+            policy.stage or self.name,
+            policy.estimator,
+            policy.version,
+            evaluation,
+            fingerprint(self.name, evaluation.arguments),
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -216,17 +214,25 @@ def _function_of(task: Any) -> Any:
     return getattr(type(task), "__wrapped__", None)
 
 
+def find_task(app: Celery, name: str) -> Any:
+    """Return the task ``name``; none where it is not known here."""
+    if app.finalized or app.autofinalize:
+        return app.tasks.get(name)
+    return app._tasks.get(name)
+
+
+def budgeted_task(app: Celery, name: str) -> BudgetedTask | None:
+    """Return the task ``name`` if it has a budget; none where it has none or is not known here."""
+    task = find_task(app, name)
+    if task is not None and not isinstance(task, BudgetedTask):
+        _upgrade_if_marked(task)
+    return task if isinstance(task, BudgetedTask) else None
+
+
 def policy_of(app: Celery, name: str) -> BudgetPolicy | None:
     """Return the policy of the task ``name``; none where it has none or is not known here."""
-    if app.finalized or app.autofinalize:
-        task = app.tasks.get(name)
-    else:
-        task = app._tasks.get(name)
-    if task is None:
-        return None
-    if not isinstance(task, BudgetedTask):
-        _upgrade_if_marked(task)
-    return _policy(task) if isinstance(task, BudgetedTask) else None
+    task = budgeted_task(app, name)
+    return None if task is None else _policy(task)
 
 
 def _policy(task: Any) -> BudgetPolicy:
@@ -277,19 +283,23 @@ def _upgrade_if_marked(task: Any) -> None:
 
 
 def _upgrade(task: Any, policy: BudgetPolicy) -> None:
-    """Turn an existing task into a budgeted one, in place: it may be referred to already.
+    """Turn an existing task into a budgeted one, in place."""
+    if type(task).__dict__.get("budget_policy") is not policy:
+        recast(task, BudgetedTask, budget_policy=policy)
 
-    What it had from its own classes stays, beneath :class:`BudgetedTask`: a ``__call__`` or an
-    ``apply_async`` of theirs must not pass by claim or gate.
+
+def recast(task: Any, base: type[GatedTask], **attributes: Any) -> None:
+    """Give an existing task a class with ``base`` in it, in place: it may be referred to already.
+
+    What it had from its own classes stays, beneath ``base``: a ``__call__`` or an ``apply_async``
+    of theirs must not pass by claim or gate.
     """
     cls = type(task)
-    if cls.__dict__.get("budget_policy") is policy:
-        return
-    attributes: dict[str, Any] = {"budget_policy": policy, "__module__": cls.__module__}
-    if issubclass(cls, BudgetedTask):
+    attributes["__module__"] = cls.__module__
+    if issubclass(cls, base):
         bases: tuple[type, ...] = (cls,)
     else:
-        bases = (BudgetedTask, cls)
+        bases = (base, cls)
         if cls.Request is not Task.Request:
             attributes["Request"] = cls.Request
     task.__class__ = type(cls.__name__, bases, attributes)

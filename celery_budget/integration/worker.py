@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
-from celery import Celery, bootsteps, signals
+from celery import bootsteps, signals
 from celery.worker import state
 from celery.worker.request import Request
 
 from celery_budget import settlement
-from celery_budget.errors import StoreError
+from celery_budget.errors import BudgetError, StoreError
 from celery_budget.integration.context import (
     BOOT_ID,
     HEADER,
@@ -23,15 +23,15 @@ from celery_budget.integration.context import (
     find_installed,
     parse_header,
 )
+from celery_budget.integration.gated import GatedTask
+from celery_budget.integration.inline import upgrade_inline
 from celery_budget.integration.install import CeleryBudget
+from celery_budget.integration.leases import renew_until
 from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
 
 __all__ = ["BudgetRequest", "LeaseStep"]
 
 logger = logging.getLogger(__name__)
-
-#: A lease is renewed this often, so that two renewals may fail before it lapses.
-RENEWALS_PER_LEASE = 4
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,7 +64,10 @@ class LeaseStep(bootsteps.StartStopStep):
         _check(budget)
         _stopped.clear()
         threading.Thread(
-            target=self._run, args=(budget,), name="budget-leases", daemon=True
+            target=renew_until,
+            args=(budget, _stopped.wait, _active_task_ids),
+            name="budget-leases",
+            daemon=True,
         ).start()
 
     def stop(self, parent: Any) -> None:
@@ -72,21 +75,10 @@ class LeaseStep(bootsteps.StartStopStep):
 
     terminate = stop
 
-    def _run(self, budget: CeleryBudget) -> None:
-        wait = budget.settings.lease_seconds / RENEWALS_PER_LEASE
-        while not _stopped.wait(wait):
-            try:
-                task_ids = _active_task_ids(budget.app)
-                if task_ids:
-                    settlement.renew(budget.store, budget.settings, task_ids, BOOT_ID)
-            except StoreError as error:
-                logger.warning("leases could not be renewed: %s", error)
-            except Exception:
-                logger.exception("leases could not be renewed")
-
 
 def _check(budget: CeleryBudget) -> None:
     upgrade_marked(budget.app)
+    upgrade_inline(budget.app)
     for task in budget.app.tasks.values():
         if isinstance(task, BudgetedTask):
             signature_of(task)
@@ -96,17 +88,29 @@ def _check(budget: CeleryBudget) -> None:
         logger.warning("%s; tasks will wait for it", error)
 
 
-def _active_task_ids(app: Celery) -> list[str]:
-    """Return the ids of the budgeted tasks this worker runs.
+def _active_task_ids() -> list[str] | None:
+    """Return the ids of what this worker runs under a budget; none once it is gone.
 
     The set may change while it is copied: another thread accepts and finishes tasks.
     """
-    while True:
+    while not _stopped.is_set():
         try:
             active = list(state.active_requests)
         except RuntimeError:
             continue
-        return [str(request.id) for request in active if isinstance(request.task, BudgetedTask)]
+        return [str(request.id) for request in active if _is_gated(request.task, request)]
+    return None
+
+
+def _is_gated(task: Any, request: Any) -> bool:
+    """Tell whether a request of ``task`` runs under a budget; one that cannot run at all does not.
+
+    Celery's own map does where the task that it calls has one.
+    """
+    try:
+        return isinstance(task, GatedTask) and task.budget_draws(request.args, request.kwargs)
+    except BudgetError:
+        return False
 
 
 def _safe(function: F) -> F:
@@ -124,7 +128,7 @@ def _safe(function: F) -> F:
 
 
 class BudgetRequest(Request):
-    """A budgeted task's request in the worker's main process.
+    """The request of a task that may have a budget, in the worker's main process.
 
     When a pool child is gone, the ledger decides before Celery stores or acknowledges anything.
     """
@@ -190,7 +194,7 @@ class BudgetRequest(Request):
         Where the ledger cannot be told it is not over either: recovery decides once it can be.
         """
         budget = find_installed(self.app)
-        if budget is None:
+        if budget is None or not _is_gated(self.task, self):
             return False
         try:
             return settlement.worker_lost(
@@ -216,14 +220,14 @@ def _on_failure(sender: Any, **_: Any) -> None:
 @signals.task_postrun.connect
 @_safe
 def _on_postrun(task: Any, state: str | None, **_: Any) -> None:
-    # What was ignored or rejected stores nothing; the others were closed above, or their result
-    # could not be stored and a replay is due.
-    if state in ("IGNORED", "REJECTED"):
+    # What was ignored or rejected stores nothing, and nothing follows a retry that has no message;
+    # the others were closed above, or their result could not be stored and a replay is due.
+    if state in ("IGNORED", "REJECTED", "RETRY"):
         _close(task)
 
 
 def _close(task: Any) -> None:
-    attempt = attempt_of(task.request) if isinstance(task, BudgetedTask) else None
+    attempt = attempt_of(task.request) if isinstance(task, GatedTask) else None
     if attempt is not None and attempt.called and attempt.settled:
         attempt.settled = False
         attempt.close()
@@ -232,8 +236,8 @@ def _close(task: Any) -> None:
 @signals.task_revoked.connect
 @_safe
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:
-    budget = find_installed(sender.app) if isinstance(sender, BudgetedTask) else None
-    if budget is not None and terminated:
+    budget = find_installed(sender.app)
+    if budget is not None and terminated and _is_gated(sender, request):
         settlement.worker_lost(
             budget.store, budget.settings, str(request.id), BOOT_ID, may_rerun=False
         )

@@ -3,8 +3,9 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
+from celery_budget.reconcile.isolation import Quarantined, quarantined
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
-from celery_budget.reconcile.reports import Drift, Report, report
+from celery_budget.reconcile.reports import Drift, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
     Grant,
@@ -22,7 +23,9 @@ __all__ = [
     "Drift",
     "Entry",
     "Grant",
+    "Quarantined",
     "Reconciliation",
+    "RelaySeen",
     "Report",
     "Standing",
     "Story",
@@ -34,7 +37,9 @@ __all__ = [
     "fold",
     "grants",
     "journal",
+    "quarantined",
     "reconcile",
+    "relays",
     "repair",
     "report",
     "standing",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from celery_budget.core.budgets import Balance
@@ -10,8 +10,11 @@ from celery_budget.reconcile.proof import Reconciliation, prove
 from celery_budget.reconcile.terms import balance_as_dict
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, budgets, reports
+from celery_budget.store import quarantine as isolated
+from celery_budget.store import relays as relay_rows
+from celery_budget.store.relays import Seen
 
-__all__ = ["Drift", "Report", "report"]
+__all__ = ["Drift", "RelaySeen", "Report", "relays", "report"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,41 @@ class Drift:
 
 
 @dataclass(frozen=True)
+class RelaySeen:
+    """A relay, as it was last seen.
+
+    :ivar seconds: how long ago that was.
+    :ivar sleeping: whether it waits to be told of the next message (PostgreSQL); otherwise it works
+        or looks by itself.
+    """
+
+    host: str
+    pid: int
+    started_us: int
+    seen_us: int
+    seconds: float
+    sleeping: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Report:
     """The ledger at one look.
 
     :ivar counts: ``admitted`` requests, those ``refused`` and ``parked``, and of the admitted how
         many are in each state and carry each flag.
+    :ivar quarantine: how many messages are in quarantine, by reason; no reason without any.
     """
 
     balances: tuple[Balance, ...]
     counts: dict[str, int]
     drift: tuple[Drift, ...]
+    relays: tuple[RelaySeen, ...]
     reconciliation: Reconciliation
+    quarantine: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -54,11 +81,13 @@ class Report:
             "budgets": [balance_as_dict(balance) for balance in self.balances],
             "counts": self.counts,
             "drift": [drift.as_dict() for drift in self.drift],
+            "relays": [relay.as_dict() for relay in self.relays],
+            "quarantine": self.quarantine,
             "reconciliation": self.reconciliation.as_dict(),
         }
 
 
-_STATES = ("reserved", "published", "running", "waiting", "settled", "released", "lost")
+_STATES = ("planned", "reserved", "published", "running", "waiting", "settled", "released", "lost")
 
 
 def report(store: Store, settings: Settings) -> Report:
@@ -92,4 +121,26 @@ def _report(connection: Connection, root: str) -> Report:
         for row in reports.drift(connection, root)
     )
     balances = tuple(budgets.balances_of(connection, root))
-    return Report(balances, counts, drift, prove(connection, root))
+    return Report(
+        balances,
+        counts,
+        drift,
+        _relays(connection, root),
+        prove(connection, root),
+        isolated.count_by_reason(connection, root),
+    )
+
+
+def relays(store: Store, settings: Settings) -> tuple[RelaySeen, ...]:
+    """Return the relays that run, and those that ended without a word in the last hour."""
+    return store.read(_relays, settings.root)
+
+
+def _relays(connection: Connection, root: str) -> tuple[RelaySeen, ...]:
+    return tuple(map(_relay, relay_rows.seen(connection, root)))
+
+
+def _relay(row: Seen) -> RelaySeen:
+    # With a clock that was set back meanwhile nothing was seen in the future.
+    seconds = round(max(0, row.age_us) / 1_000_000, 3)
+    return RelaySeen(row.host, row.pid, row.started_us, row.seen_us, seconds, row.sleeping)

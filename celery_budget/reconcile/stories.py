@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from celery_budget.reconcile import isolation
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, reports
 
@@ -35,10 +36,15 @@ def _explain(connection: Connection, root: str, some_id: str) -> list[Story]:
     stories = []
     for row in reports.find_reservations(connection, root, some_id):
         parts = reports.story(connection, root, row.reservation_id)
-        parked = list(map(_plain, reports.find_parked(connection, root, row.task_id)))
+        waits = {
+            "parked": list(map(_plain, reports.find_parked(connection, root, row.task_id))),
+            "quarantine": [
+                one.as_dict() for one in isolation.of_task(connection, root, row.task_id)
+            ],
+        }
         stories.append(
             Story(
-                {**_plain(row), "parked": parked},
+                {**_plain(row), **waits},
                 **{name: tuple(map(_plain, rows)) for name, rows in parts.items()},
             )
         )

@@ -67,6 +67,11 @@ def _facts(told: Row) -> RenderableType:
             f"for budget since {moment(parked['created_us'])}, "
             f"given up at {moment(parked['deadline_us'])}"
         )
+    for isolated in told.get("quarantine") or []:
+        known["quarantine"] = (
+            f"{isolated['reason']} since {moment(isolated['quarantined_us'])} "
+            f"({isolated['quarantine_id']}): {isolated['error']}"
+        )
     return facts(known)
 
 

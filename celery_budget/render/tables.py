@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from celery_budget.reconcile import Drift, Reconciliation, Report
+from celery_budget.reconcile import Drift, Quarantined, Reconciliation, RelaySeen, Report
 from celery_budget.render.budgets import balances_table
-from celery_budget.render.text import literal, number, table_of
+from celery_budget.render.text import literal, moment, number, table_of
 
 __all__ = [
     "DRIFT_HIGH",
@@ -17,6 +17,9 @@ __all__ = [
     "MEANING",
     "counts_table",
     "drift_table",
+    "quarantine_counts",
+    "quarantine_table",
+    "relays_table",
     "report_view",
     "verdict",
 ]
@@ -27,6 +30,9 @@ DRIFT_LOW = 0.5
 
 #: A message that is due for longer than this is waiting for a relay that does not run.
 OVERDUE_SECONDS = 10
+
+#: A relay is seen every few seconds; one that was not for longer than this does not run any more.
+GONE_SECONDS = 15
 
 _COMPARED = ("requests", "estimated", "actual", "ratio")
 
@@ -39,6 +45,7 @@ MEANING = {
     "refused": "turned away, nothing reserved",
     "parked": "waiting for budget",
     "given_up": "waited too long for budget, never admitted",
+    "planned": "later steps of chains that were reserved whole",
     "reserved": "message not published yet",
     "published": "at the broker, not started",
     "running": "an attempt runs",
@@ -49,6 +56,14 @@ MEANING = {
     "over": "used more than estimated",
     "unmetered": "recorded no usage; charged the estimate",
     "unreserved": "reached a worker without a reservation",
+}
+
+#: Why messages are in quarantine.
+ISOLATED = {
+    "unroutable": "no queue takes it, or its exchange is missing",
+    "rejected": "the broker refused it each time",
+    "oversize": "larger than the broker takes",
+    "undecodable": "its stored form cannot be read",
 }
 
 #: Open work that is no request, in the singular.
@@ -101,6 +116,58 @@ def _drift_mark(drift: Drift) -> str:
     return "estimated too high" if drift.ratio < DRIFT_LOW else ""
 
 
+def relays_table(relays: Sequence[RelaySeen]) -> RenderableType:
+    """The relays of a ledger; marked where one has not been seen for a while."""
+    if not relays:
+        return Text(
+            "No relay runs; what is admitted is published once one does: "
+            "'celery -A PROJ budget relay'."
+        )
+    return table_of(["host", "pid", "seen", ""], map(_relay_row, relays), numbers=["pid", "seen"])
+
+
+def _relay_row(relay: RelaySeen) -> list[Text | str]:
+    gone = relay.seconds > GONE_SECONDS
+    state = "gone" if gone else "sleeping" if relay.sleeping else ""
+    return [
+        literal(relay.host),
+        str(relay.pid),
+        Text(f"{relay.seconds:,.1f} s ago", _BAD if gone else ""),
+        Text(state, _BAD if gone else "dim"),
+    ]
+
+
+def quarantine_counts(counts: dict[str, int]) -> RenderableType:
+    """How many messages are in quarantine, by reason."""
+    if not counts:
+        return Text("No message is in quarantine.")
+    rows = [
+        (literal(reason), number(count), Text(ISOLATED.get(reason, ""), "dim"))
+        for reason, count in counts.items()
+    ]
+    return table_of(["reason", "messages", ""], rows, numbers=["messages"])
+
+
+def quarantine_table(isolated: Sequence[Quarantined]) -> RenderableType:
+    """What is in quarantine, each with the id by which it is published again or discarded."""
+    if not isolated:
+        return Text("No message is in quarantine.")
+    rows = [
+        (
+            literal(one.quarantine_id),
+            literal(f"{one.task_name}[{one.task_id}]"),
+            literal(f"{one.queue} at {one.broker}" if one.broker else one.queue),
+            literal(one.reason),
+            number(one.failures),
+            moment(one.quarantined_us),
+            literal(one.error),
+        )
+        for one in isolated
+    ]
+    columns = ["id", "task", "queue", "reason", "tries", "since", "error"]
+    return table_of(columns, rows, numbers=["tries"])
+
+
 def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
     """Whether the ledger adds up, in one line; each mismatch in one more.
 
@@ -147,10 +214,12 @@ def _plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def report_view(report: Report) -> RenderableType:
-    """Balances, counts, drift and the verdict."""
+    """Balances, counts, drift, relays, quarantine and the verdict."""
     return Group(
         _titled("Budgets", balances_table(report.balances)),
         _titled("Requests", counts_table(report.counts)),
         _titled("Estimated and actual", drift_table(report.drift)),
+        _titled("Relays", relays_table(report.relays)),
+        _titled("Quarantine", quarantine_counts(report.quarantine)),
         verdict(report.reconciliation, report.counts["admitted"]),
     )

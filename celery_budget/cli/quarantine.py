@@ -1,0 +1,82 @@
+"""Commands for messages that could not be published."""
+
+from __future__ import annotations
+
+import click
+from celery.bin.base import CeleryCommand, CeleryOption
+
+from celery_budget.cli.group import BudgetGroup, budget, installed_of, json_option, show
+from celery_budget.render.tables import quarantine_table
+from celery_budget.render.text import literal
+
+__all__ = ["quarantine"]
+
+
+@budget.group(cls=BudgetGroup)
+def quarantine() -> None:
+    """See, publish again or discard what could not be published.
+
+    A message that no queue takes, that is too large, that cannot be read, or that the broker
+    refused each time, goes into quarantine. It holds no budget there.
+
+    \b
+    Examples:
+      celery -A proj budget quarantine list
+      celery -A proj budget quarantine requeue 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
+    """
+
+
+@quarantine.command("list", cls=CeleryCommand)
+@click.option(
+    "--limit",
+    cls=CeleryOption,
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="How many, the last first.",
+)
+@json_option
+@click.pass_context
+def list_(ctx: click.Context, limit: int, as_json: bool) -> None:
+    """List what is in quarantine, the last first.
+
+    \b
+    Examples:
+      celery -A proj budget quarantine list
+      celery -A proj budget quarantine list --limit 10 --json
+    """
+    isolated = installed_of(ctx).quarantine(limit)
+    document = {"quarantine": [one.as_dict() for one in isolated]}
+    show(ctx, document if as_json else quarantine_table(isolated))
+
+
+@quarantine.command(cls=CeleryCommand)
+@click.argument("some_id", metavar="ID|TASK_ID")
+@json_option
+@click.pass_context
+def requeue(ctx: click.Context, some_id: str, as_json: bool) -> None:
+    """Publish a message again, admitted anew.
+
+    Exit status 1 where its budget refuses it, or where it is not there; it stays where it is.
+
+    \b
+    Examples:
+      celery -A proj budget quarantine requeue 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
+    """
+    installed_of(ctx).requeue(some_id)
+    show(ctx, {"requeued": some_id} if as_json else literal(f"{some_id} will be published again"))
+
+
+@quarantine.command(cls=CeleryCommand)
+@click.argument("some_id", metavar="ID|TASK_ID")
+@json_option
+@click.pass_context
+def discard(ctx: click.Context, some_id: str, as_json: bool) -> None:
+    """Delete a message for good.
+
+    \b
+    Examples:
+      celery -A proj budget quarantine discard 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
+    """
+    installed_of(ctx).discard(some_id)
+    show(ctx, {"discarded": some_id} if as_json else literal(f"{some_id} was discarded"))

@@ -1,0 +1,180 @@
+"""Ids of tasks that Celery would give new ones each time: of links, and of a canvas as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from celery import Celery
+
+from celery_budget.core.budgets import check_text
+from celery_budget.core.identity import derived_id
+from celery_budget.errors import InvalidName, PolicyError
+from celery_budget.integration.task import policy_of
+from celery_budget.integration.terms import CANVAS, INLINE_TASKS, terms_of
+
+__all__ = ["begins_with_budget", "checked_id", "fix_link_ids", "identified"]
+
+#: The kinds of signatures that are made of others.
+CANVASES = ("chain", "group", "chord")
+
+#: Gives the options of the task at a path in a canvas.
+Options = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+def checked_id(what: str, value: object) -> str:
+    """Return an id if the ledger can hold it: text without control characters.
+
+    :raises PolicyError: otherwise.
+    """
+    try:
+        return check_text(value, what)
+    except InvalidName as exc:
+        raise PolicyError(str(exc)) from exc
+
+
+def fix_link_ids(embed: dict[str, Any], reservation_id: uuid.UUID) -> dict[str, Any]:
+    """Return a message's embedded signatures with an id for each link that has none.
+
+    Celery gives callbacks a new id at each dispatch, so that a replay of the task would run them
+    once more. Derived from the reservation, a link's id stays the same.
+    """
+
+    def options(path: str, given: dict[str, Any]) -> dict[str, Any]:
+        return {"task_id": str(derived_id("link", str(reservation_id), path)), **given}
+
+    fixed = dict(embed)
+    for kind in ("callbacks", "errbacks"):
+        signatures = fixed.get(kind)
+        if signatures:
+            fixed[kind] = [
+                _with_options(signature, options, f"{kind}:{number}")
+                for number, signature in enumerate(signatures)
+            ]
+    return fixed
+
+
+def identified(
+    app: Celery,
+    canvas: Any,
+    request_id: object,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Return a canvas whose tasks have ids that derive from ``request_id`` and their places in it.
+
+    The same canvas under the same id is the same tasks once more. Request ids are an owner's: that
+    of the first task with a budget among those that start first.
+
+    :raises PolicyError: where what starts first has no budget and something later has.
+    """
+    named = checked_id("request_id", request_id)
+    places = list(_places(canvas, ""))
+    if not any(_has_budget(app, task) for _, task in places):
+        return canvas
+    owner = _owner(app, canvas, args, kwargs or {})
+    shape = json.dumps([(path, task["task"]) for path, task in places])
+    told = hashlib.sha256(shape.encode()).hexdigest()
+
+    def options(path: str, given: dict[str, Any]) -> dict[str, Any]:
+        task_id = str(derived_id("canvas", owner, named, path))
+        return {"task_id": task_id, **given, CANVAS: told}
+
+    return _with_options(canvas, options, "")
+
+
+def begins_with_budget(app: Celery, canvas: Any) -> bool:
+    """Tell whether any of the tasks that a canvas starts with has a budget."""
+    return any(_has_budget(app, task) for task in _heads(canvas))
+
+
+def _has_budget(app: Celery, task: Any) -> bool:
+    name = task["task"]
+    if name in INLINE_TASKS:
+        name = task["kwargs"]["task"]["task"]
+    return policy_of(app, name) is not None
+
+
+def _owner(app: Celery, canvas: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    for task in _heads(canvas):
+        given = (
+            (tuple(task["args"]), task["kwargs"])
+            if task.get("immutable")
+            else ((*args, *task["args"]), {**task["kwargs"], **kwargs})
+        )
+        terms = terms_of(app, task["task"], *given)
+        if terms is not None:
+            return terms.evaluation.budget
+    raise PolicyError(
+        "the request_id of a canvas is one of the budget that its first task names, and none of "
+        "the tasks it starts with has a budget; give request_id to the tasks themselves"
+    )
+
+
+def _heads(signature: Any) -> Iterator[Any]:
+    """Yield the tasks that a canvas starts with."""
+    members = _members(signature)
+    if members is None:
+        yield signature
+    elif signature["subtask_type"] == "chain":
+        yield from _heads(members[0][1]) if members else ()
+    else:
+        for path, member in members:
+            if path != "body":
+                yield from _heads(member)
+
+
+def _places(signature: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield all tasks of a canvas with their places."""
+    members = _members(signature)
+    if members is None:
+        yield path, signature
+    else:
+        for place, member in members:
+            yield from _places(member, f"{path}.{place}")
+
+
+def _members(signature: Any) -> list[tuple[str, Any]] | None:
+    """Return the members of a canvas with their places; none for a single task."""
+    if signature.get("subtask_type") not in CANVASES:
+        return None
+    kwargs = signature.get("kwargs") or {}
+    members: list[tuple[str, Any]] = []
+    for key in ("tasks", "header"):
+        of = kwargs.get(key)
+        if isinstance(of, (list, tuple)):
+            members.extend((f"{key}:{number}", one) for number, one in enumerate(of))
+        elif of:
+            members.append((key, of))
+    if kwargs.get("body"):
+        members.append(("body", kwargs["body"]))
+    return members
+
+
+def _with_options(signature: Any, options: Options, path: str) -> Any:
+    """Return a copy of a signature and all it is made of, each with the options of its place."""
+    if not isinstance(signature, dict):
+        return signature
+    fixed = type(signature).__new__(type(signature))
+    if hasattr(signature, "__dict__"):
+        # What it knows beside its items: its application and its task.
+        vars(fixed).update(vars(signature))
+    given = dict(signature.get("options") or {})
+    dict.update(fixed, signature, options=options(path, given))
+    members = _members(signature)
+    if members:
+        changed = {place: _with_options(one, options, f"{path}.{place}") for place, one in members}
+        kwargs = dict(signature["kwargs"])
+        for key in ("tasks", "header"):
+            of = kwargs.get(key)
+            if isinstance(of, (list, tuple)):
+                kwargs[key] = [changed[f"{key}:{number}"] for number in range(len(of))]
+            elif of:
+                kwargs[key] = changed[key]
+        if kwargs.get("body"):
+            kwargs["body"] = changed["body"]
+        dict.update(fixed, kwargs=kwargs)
+    return fixed

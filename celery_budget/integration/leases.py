@@ -1,0 +1,108 @@
+"""Leases of what this process runs, renewed from a thread of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from celery_budget import settlement
+from celery_budget.errors import StoreError
+from celery_budget.integration.context import BOOT_ID
+
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
+
+__all__ = ["kept", "renew_until"]
+
+logger = logging.getLogger(__name__)
+
+#: A lease is renewed this often, so that two renewals may fail before it lapses.
+RENEWALS_PER_LEASE = 4
+
+
+def renew_until(
+    budget: CeleryBudget,
+    wait: Callable[[float], object],
+    open_here: Callable[[], Collection[str] | None],
+) -> None:
+    """Renew the leases of the tasks that run here, again and again, until there are none any more.
+
+    What fails is told and tried again at the next turn.
+
+    :param wait: waits for the next turn.
+    :param open_here: the ids of those tasks; none for the end.
+    """
+    seconds = budget.settings.lease_seconds / RENEWALS_PER_LEASE
+    while True:
+        wait(seconds)
+        try:
+            task_ids = open_here()
+            if task_ids is None:
+                return
+            if task_ids:
+                settlement.renew(budget.store, budget.settings, list(task_ids), BOOT_ID)
+        except StoreError as error:
+            logger.warning("leases could not be renewed: %s", error)
+        except Exception:
+            logger.exception("leases could not be renewed")
+
+
+class _InPlace:
+    """What runs in place in this process, by ledger; each has a thread while anything does.
+
+    A thread that finds nothing at its turn ends. A child that was forked meanwhile runs nothing of
+    its parent's: it begins with nothing.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew; the lock may have been held by a thread that is not here."""
+        self._lock = threading.Lock()
+        self._open: dict[CeleryBudget, dict[uuid.UUID, str]] = {}
+
+    def add(self, budget: CeleryBudget, claim_id: uuid.UUID, task_id: str) -> None:
+        with self._lock:
+            if budget not in self._open:
+                threading.Thread(
+                    target=renew_until,
+                    args=(budget, time.sleep, partial(self._task_ids, budget)),
+                    name="budget-leases-in-place",
+                    daemon=True,
+                ).start()
+                self._open[budget] = {}
+            self._open[budget][claim_id] = task_id
+
+    def remove(self, budget: CeleryBudget, claim_id: uuid.UUID) -> None:
+        with self._lock:
+            self._open.get(budget, {}).pop(claim_id, None)
+
+    def _task_ids(self, budget: CeleryBudget) -> Collection[str] | None:
+        with self._lock:
+            task_ids = set(self._open[budget].values())
+            if not task_ids:
+                del self._open[budget]
+        return task_ids or None
+
+
+_in_place = _InPlace()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_place.forget)
+
+
+@contextmanager
+def kept(budget: CeleryBudget, attempt: settlement.Attempt, task_id: str) -> Iterator[None]:
+    """Keep the lease of an attempt that runs in place alive while the block runs."""
+    _in_place.add(budget, attempt.claim_id, task_id)
+    try:
+        yield
+    finally:
+        _in_place.remove(budget, attempt.claim_id)

@@ -1,0 +1,100 @@
+"""What publications ask of which budgets: those of one call, and of a chain's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Celery
+
+from celery_budget.core.identity import new_id
+from celery_budget.core.reservations import ReserveRequest
+from celery_budget.core.terms import Terms
+from celery_budget.errors import PolicyError
+from celery_budget.integration.context import header
+from celery_budget.integration.inline import INLINE_TASKS, gated_task
+
+__all__ = ["CANVAS", "INLINE_TASKS", "PLANNED", "Terms", "plan", "terms_of"]
+
+#: The option of a task that belongs to a canvas with a request id: what the canvas is made of.
+CANVAS = "budget_canvas"
+
+#: The option of a chain's later step that names the reservation it was planned with.
+PLANNED = "budget_planned"
+
+
+def terms_of(
+    app: Celery,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    unknown: type | None = None,
+) -> Terms | None:
+    """Return what a call of the task ``name`` asks for; none where it has no budget.
+
+    :param unknown: the type of what stands for arguments that are not known yet.
+    :raises PolicyError, EstimateError, InvalidAmount, InvalidName: where it cannot be worked out.
+    """
+    task = gated_task(app, name)
+    return None if task is None else task.budget_terms(tuple(args), kwargs, unknown)
+
+
+class _Unknown:
+    """Stands for what the step before returns, which nobody knows when the chain is reserved."""
+
+    def __repr__(self) -> str:
+        return "<what the step before returns>"
+
+
+def plan(
+    app: Celery, head: ReserveRequest, embed: dict[str, Any]
+) -> tuple[list[ReserveRequest], dict[str, Any]]:
+    """Return the later steps of a chain as requests, and ``embed`` with steps that name theirs.
+
+    :param head: the request of the chain's first step.
+    :param embed: what its message carries; the steps that follow, the last one first.
+    :raises PolicyError: where a step has no budget, is no single task, or asks for what depends on
+        what the step before returns.
+    """
+    requests: list[ReserveRequest] = []
+    steps = list(reversed(embed.get("chain") or []))
+    for number, step in enumerate(steps, 1):
+        request = _step(app, head, step, number)
+        requests.append(request)
+        options = {**step["options"], PLANNED: header(head.root, request.reservation_id)}
+        # A dictionary is all that a worker needs of a signature.
+        steps[number - 1] = {**step, "options": options}
+    return requests, {**embed, "chain": list(reversed(steps)) or None}
+
+
+def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveRequest:
+    name, options = step["task"], step["options"]
+    if step.get("subtask_type") not in (None, "xmap", "xstarmap"):
+        raise PolicyError(
+            f"step {number + 1} of the chain is a {step['subtask_type']}; a chain that is reserved "
+            "whole has single tasks only: leave reserve='chain' out to admit it step by step"
+        )
+    args = tuple(step["args"]) if step.get("immutable") else (_Unknown(), *step["args"])
+    terms = terms_of(app, name, args, step["kwargs"], unknown=_Unknown)
+    if terms is None:
+        raise PolicyError(
+            f"step {number + 1} of the chain, {name}, has no budget, and what follows it could not "
+            "be given back where it fails: leave reserve='chain' out to admit it step by step"
+        )
+    return ReserveRequest(
+        reservation_id=new_id(),
+        root=head.root,
+        owner=terms.evaluation.budget,
+        request_id=options["task_id"],
+        task_id=options["task_id"],
+        task_name=name,
+        stage=terms.stage,
+        fingerprint=terms.fingerprint.digest,
+        estimator=terms.estimator,
+        estimator_version=terms.version,
+        lines=terms.evaluation.lines,
+        opaque=terms.fingerprint.opaque,
+        finishing=head.finishing,
+        plan=head.reservation_id,
+        step=number,
+    )

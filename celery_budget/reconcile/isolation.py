@@ -1,0 +1,55 @@
+"""What is in quarantine: messages that could not be published."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from celery_budget.settings import Settings
+from celery_budget.store import Connection, Store, quarantine
+
+__all__ = ["Quarantined", "of_task", "quarantined"]
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A message in quarantine.
+
+    :ivar quarantine_id: its id there.
+    :ivar broker: the name of the broker it was for; empty for the application's own.
+    :ivar reason: ``unroutable``, ``rejected``, ``oversize`` or ``undecodable``.
+    :ivar error: what the broker said.
+    :ivar failures: how often publishing it failed.
+    :ivar budgeted: whether it drew on a budget, and does again when it is published.
+    """
+
+    quarantine_id: str
+    task_id: str
+    task_name: str
+    queue: str
+    broker: str
+    reason: str
+    error: str
+    failures: int
+    quarantined_us: int
+    budgeted: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+def quarantined(store: Store, settings: Settings, limit: int) -> list[Quarantined]:
+    """Return what is in quarantine, the last first."""
+    rows = store.read(quarantine.listed, settings.root, limit)
+    return [_shown(row) for row in rows]
+
+
+def of_task(connection: Connection, root: str, task_id: str) -> list[Quarantined]:
+    """Return the messages of a task in quarantine, the first first."""
+    return [_shown(row) for row in quarantine.of_task(connection, root, task_id)]
+
+
+def _shown(row: quarantine.Row) -> Quarantined:
+    values = {**row._mapping, "quarantine_id": str(row.quarantine_id)}
+    return Quarantined(**values | {"budgeted": bool(row.budgeted)})
