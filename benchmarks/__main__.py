@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, relaying, working
+from benchmarks import caller, relaying, starting, working
 from benchmarks.measure import Comparison, Effort
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
 
-BENCHMARKS = {"caller": caller.run, "relay": relaying.run, "worker": working.run}
+BENCHMARKS = {
+    "caller": caller.run,
+    "latency": starting.run,
+    "relay": relaying.run,
+    "worker": working.run,
+}
 PACKAGES = ("celery-budget", "celery", "kombu", "SQLAlchemy", "psycopg", "redis")
 
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from celery import Celery
+from celery.signals import task_prerun
 from redis import Redis
 
 from celery_budget import CeleryBudget, budgeted, usage
@@ -21,7 +22,7 @@ SIZE = 5
 #: RabbitMQ confirms what it has taken: without that, a message may be lost unseen.
 CONFIRMS = {"confirm_publish": True}
 
-#: The Redis list to which ``bench.mark`` appends the time.
+#: The Redis list to which ``bench.mark`` and ``bench.budgeted_mark`` append when they began.
 MARKS = "bench-marks"
 
 
@@ -39,8 +40,19 @@ def make_app(**conf: Any) -> Celery:
 
     @app.task(name="bench.mark", shared=False, acks_late=True)
     def mark() -> None:
+        leave_mark()
+
+    def leave_mark() -> None:
+        """Tell when the worker began with the task, before the ledger was asked for it."""
         with Redis.from_url(app.conf.broker_url) as client:
-            client.rpush(MARKS, time.monotonic())
+            client.rpush(MARKS, begun[0])
+
+    begun = [0.0]
+
+    def begin(**_: Any) -> None:
+        begun[0] = time.monotonic()
+
+    task_prerun.connect(begin, weak=False)
 
     if "budget_database_url" in conf:
         CeleryBudget(app)
@@ -50,6 +62,11 @@ def make_app(**conf: Any) -> Celery:
         @app.task(name="bench.budgeted", shared=False, acks_late=True)
         def silent(size: int, tenant: str) -> None:
             pass
+
+        @budgeted(budget=BUDGET, estimate=SIZE)
+        @app.task(name="bench.budgeted_mark", shared=False, acks_late=True)
+        def budgeted_mark() -> None:
+            leave_mark()
 
         @declare
         @app.task(name="bench.recording", shared=False, acks_late=True)

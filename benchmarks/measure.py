@@ -35,18 +35,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of some samples."""
+    """Median, quartiles and the 95th of a hundred parts of some samples."""
 
     samples: int
     lower: float
     median: float
     upper: float
+    high: float
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
         if len(samples) == 1:
-            return cls(1, samples[0], samples[0], samples[0])
-        return cls(len(samples), *statistics.quantiles(samples, n=4, method="inclusive"))
+            return cls(1, samples[0], samples[0], samples[0], samples[0])
+        *_, high = statistics.quantiles(samples, n=20, method="inclusive")
+        return cls(len(samples), *statistics.quantiles(samples, n=4, method="inclusive"), high)
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,13 @@ class Comparison:
         rows += [(f"{one.side} : {one.base}", one.spread, ".2f") for one in self.ratios]
         width = max(len(name) for name, _, _ in rows)
         lines = [f"{self.name}: {self.title}", f"{self.rounds} rounds of {self.setting}", ""]
-        lines.append(f"  {'':{width}}  {'median':>8}    quartiles")
+        lines.append(f"  {'':{width}}  {'median':>8}  {'p95':>8}    quartiles")
         for number, (name, spread, form) in enumerate(rows):
             if number == len(self.sides):
                 lines.append("")
             lines.append(
                 f"  {name:{width}}  {format(spread.median, form):>8}"
+                f"  {format(spread.high, form):>8}"
                 f"    {format(spread.lower, form)} to {format(spread.upper, form)}"
             )
         return "\n".join(lines)

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import settings
 
 from tests.cluster import Cluster
-from tests.services import postgres, rabbitmq, redis
+from tests.services import pgbouncer, postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
+from tests.services.pgbouncer import PgBouncer
 from tests.services.postgres import ExternalPostgres, PostgresServer
 from tests.services.rabbitmq import ExternalRabbit, RabbitServer
 from tests.services.redis import ExternalRedis, RedisServer
@@ -39,7 +40,12 @@ def _missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:
 def _own(make: Callable[[], Owned], how_to_get: str) -> Iterator[Owned]:
     """A server of its own for a test that kills it."""
     server = make()
-    variable = {"PostgreSQL": "POSTGRES", "Redis": "REDIS", "RabbitMQ": "RABBITMQ"}[server.name]
+    variable = {
+        "PostgreSQL": "POSTGRES",
+        "PgBouncer": "POSTGRES",
+        "Redis": "REDIS",
+        "RabbitMQ": "RABBITMQ",
+    }[server.name]
     if os.environ.get(f"BUDGET_TEST_{variable}_URL"):
         pytest.skip(f"BUDGET_TEST_{variable}_URL is set: that {server.name} is not ours to kill")
     try:
@@ -60,6 +66,12 @@ def postgres_server() -> Iterator[PostgresServer | ExternalPostgres]:
         yield ExternalPostgres(url)
     else:
         yield from _own(PostgresServer, postgres.HOW_TO_GET)
+
+
+@pytest.fixture(scope="session")
+def pgbouncer_server(postgres_server: PostgresServer) -> Iterator[PgBouncer]:
+    """A proxy before the session's PostgreSQL, which pools transactions."""
+    yield from _own(lambda: PgBouncer(postgres_server), pgbouncer.HOW_TO_GET)
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,20 @@ def fail(self: Any, tenant: str, used: int) -> None:
     raise ValueError(self.request.id)
 
 
+class OddError(Exception):
+    """One that does not survive pickling."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.odd")
+def odd(tenant: str) -> None:
+    usage.record(2)
+    raise OddError("this", "that")
+
+
 @budgeted(budget=TENANT, estimate=6)
 @shared_task(name="steps.retried", bind=True, max_retries=5)
 def retried(self: Any, failures: int, tenant: str, used: int = 1, countdown: float = 0) -> int:
@@ -190,8 +204,16 @@ def slow(tenant: str, seconds: float) -> None:
 @budgeted(budget=TENANT, estimate=6)
 @shared_task(name="steps.calls")
 def calls(tenant: str) -> list[Any]:
-    """Call another budgeted task directly and eagerly: its usage is this one's."""
+    """Call another budgeted task: its usage is this one's. Run it in place: that is its own."""
     return [work(1, tenant, used=1), work.apply((2, tenant, 2)).get(disable_sync_subtasks=False)]
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.nested", bind=True)
+def nested(self: Any, tenant: str, deep: int) -> int:
+    """Call itself."""
+    usage.record(1)
+    return 1 + self(tenant, deep - 1) if deep else 1
 
 
 @budgeted(budget=TENANT, estimate=6)

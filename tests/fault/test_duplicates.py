@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import chain
@@ -186,7 +187,7 @@ def test_a_duplicate_of_a_closed_failure_does_nothing(
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     result = cluster.task("fail").delay("no", "a", used=3)
     store, settings = cluster.budget.store, cluster.budget.settings
-    copy = store.run(outbox.claim_due, settings.root, 1, 0)[0].message
+    copy = store.run(outbox.claim_due, settings.root, "", 1, 0, uuid4()).messages[0].message
     store.run(outbox.enqueue, settings.root, copy)
     store.run(outbox.enqueue, settings.root, copy)
     cluster.beat()

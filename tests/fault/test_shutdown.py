@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
@@ -53,7 +54,7 @@ def test_a_copy_that_comes_after_expires_does_not_revoke_what_runs(
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     store, settings = cluster.budget.store, cluster.budget.settings
     result = cluster.task("held").apply_async(("go", "a"), expires=8)
-    copy = store.run(outbox.claim_due, settings.root, 1, 0)[0].message
+    copy = store.run(outbox.claim_due, settings.root, "", 1, 0, uuid4()).messages[0].message
     cluster.beat()
     worker = cluster.worker()
     eventually(cluster.journal)

@@ -78,12 +78,12 @@ class Shop:
         return received(self.app, queue or self.app.conf.task_default_queue)
 
     def ledger(self, *but: str) -> Rows:
-        """Everything in the ledger, by table, without those named."""
+        """Everything in the ledger, by table, without those named and the count of the outbox."""
         with self.budget.store.transaction() as connection:
             return {
                 table.name: sorted(map(tuple, connection.execute(sa.select(table))), key=repr)
                 for table in schema.metadata.sorted_tables
-                if table.name not in but
+                if table.name not in (*but, "budget_backlog")
             }
 
     def sql(self, statement: sa.Executable) -> Any:
@@ -128,7 +128,7 @@ def received(app: Celery, queue: str) -> list[Any]:
                 break
             if message is None:
                 break
-            messages.append(message)
+            messages.append(channel.message_to_python(message))
     return messages
 
 

@@ -18,10 +18,10 @@ from kombu.transport.native_delayed_delivery import (
 from redis import Redis
 
 from celery_budget import budgeted
-from celery_budget.integration.context import HEADER
 from celery_budget.store import schema
 from tests.cluster import eventually
 from tests.integration.support import Shop, make_app, received, reservation_of
+from tests.integration.wire import stop_clock, view
 
 NAME = "captured.draft"
 NOW = datetime.now(timezone.utc)
@@ -52,12 +52,6 @@ def tasks(app: Celery) -> tuple[Any, Any]:
         app.task(name=NAME, shared=False)(draft),
         app.task(name="captured.after", shared=False)(after),
     )
-
-
-def stop_clock(app: Celery) -> None:
-    """Give each application the same time, and the same address to reply to."""
-    app.now = lambda: NOW  # type: ignore[method-assign]
-    app._local.oid = "replies"
 
 
 def configured(url: str, **conf: Any) -> dict[str, Any]:
@@ -131,43 +125,6 @@ CALLS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def view(message: Any) -> dict[str, Any]:
-    """Everything in a message that is not random or the moment's."""
-    headers = dict(message.headers)
-    headers.pop(HEADER, None)
-    properties = {
-        name: value
-        for name, value in message.properties.items()
-        if name not in ("delivery_tag", "delivery_info", "expiration", "application_headers")
-    }
-    where = {
-        name: message.delivery_info.get(name)
-        for name in ("exchange", "routing_key", "priority")
-        if name in message.delivery_info
-    }
-    body = message.body if isinstance(message.body, bytes) else message.body.encode()
-    if message.headers.get("compression") is None and message.content_type == "application/json":
-        body = json.dumps(without_link_ids(json.loads(body))).encode()
-    return {
-        "headers": headers,
-        "properties": properties,
-        "where": where,
-        "type": (message.content_type, message.content_encoding),
-        "body": body,
-        "expires": "expiration" in message.properties,
-    }
-
-
-def without_link_ids(value: Any) -> Any:
-    """Drop the ids of callbacks that were given none; ``fixed`` was given."""
-    if isinstance(value, dict):
-        if "subtask_type" in value and value["options"].get("task_id") != "fixed":
-            value = {**value, "options": {**value["options"], "task_id": None}}
-            del value["options"]["task_id"]
-        return {name: without_link_ids(one) for name, one in value.items()}
-    return [without_link_ids(one) for one in value] if isinstance(value, list) else value
-
-
 @pytest.fixture(scope="module")
 def sides(
     broker: str, tmp_path_factory: pytest.TempPathFactory
@@ -177,7 +134,7 @@ def sides(
     plain = make_app(budget=False, **configured(broker))
     with_budget = make_app(**configured(broker, budget_database_url=f"sqlite:///{database}"))
     for app in (plain, with_budget):
-        stop_clock(app)
+        stop_clock(app, NOW)
     shop = Shop(with_budget, with_budget._celery_budget)
     shop.budget.init()
     shop.budget.set("tenant:a", limit=None, unit="tokens")
@@ -241,7 +198,7 @@ def test_a_task_without_a_budget_is_untouched_byte_for_byte(
     raw = []
     for budget in (False, True):
         app = make_app(budget=budget, **configured(redis_url, budget_database_url=sqlite_url))
-        stop_clock(app)
+        stop_clock(app, NOW)
         _, after = tasks(app)
         after.apply_async(("ä", 1), task_id="same", countdown=5, expires=60, headers={"x": 1})
         with Redis.from_url(redis_url) as client:
@@ -404,16 +361,6 @@ def test_a_producer_or_a_connection_of_the_callers_sends_nothing(
     assert len(shop.received()) == 1
 
 
-def test_eager_tasks_pass_through(make_shop: Callable[..., Shop]) -> None:
-    shop = make_shop(task_always_eager=True)
-    draft = budgeted(budget="tenant:{tenant}", estimate=6)(tasks(shop.app)[0])
-    before = shop.ledger()
-    for _ in range(2):
-        assert draft.apply_async((1,), request_id="r").get() == (1,)
-    assert shop.ledger() == before
-    assert shop.received() == []
-
-
 def test_what_expires_in_the_outbox_is_released_and_revoked(shop: Shop, draft: Any) -> None:
     result = draft.apply_async(countdown=60, expires=120)
     shop.sql(schema.outbox.update().values(due_us=0, expires_us=1))
@@ -429,27 +376,19 @@ def test_what_expires_in_the_outbox_is_released_and_revoked(shop: Shop, draft: A
 
 
 @pytest.mark.rabbitmq
-def test_what_no_queue_takes_is_tried_again_and_then_released(
+def test_what_no_queue_takes_goes_into_quarantine(
     make_shop: Callable[..., Shop], rabbitmq_url: str
 ) -> None:
-    shop = make_shop(broker_url=rabbitmq_url, budget_max_publishes=3)
+    shop = make_shop(broker_url=rabbitmq_url)
     draft = budgeted(budget="tenant:{tenant}", estimate=6)(tasks(shop.app)[0])
     lost = draft.apply_async(exchange=Exchange("nowhere", type="topic"), routing_key="x")
-    for failures in (1, 2):
-        relayed = shop.relay()
-        assert (relayed.published, relayed.failed, relayed.released) == (0, 1, 0)
-        (row,) = shop.rows(schema.outbox)
-        assert row.failures == failures
-        assert row.last_error
-        # It waits: an immediate pass leaves it alone.
-        assert shop.relay().taken == 0
-        shop.make_due()
     # Another message passes meanwhile, on the same connection.
     fine = budgeted(budget="tenant:{tenant}", estimate=1)(
         shop.app.task(name="captured.fine", shared=False)(_fine)
     ).delay(tenant="a")
     relayed = shop.relay()
-    assert (relayed.published, relayed.released) == (1, 1)
+    assert (relayed.published, relayed.failed, relayed.quarantined) == (1, 1, 1)
+    assert [one.reason for one in shop.budget.quarantine()] == ["unroutable"]
     assert [message.headers["id"] for message in shop.received()] == [fine.id]
     assert shop.amounts("tenant:a") == (1, 0, 9)
     assert lost.state == states.FAILURE

@@ -290,7 +290,4 @@ def test_direct_calls_pass_through(tenant: Tenant, caplog: pytest.LogCaptureFixt
         assert call(7, tenant.name) == 7
         assert "outside a budgeted task" in caplog.text
     assert tenant.task("keys").run(tenant.name, [(1, None)]) == [False]
-    eager = work.apply((7, tenant.name))
-    assert eager.get() == 7
-    assert "runs eagerly" in caplog.text
     tenant.spent(0)

@@ -334,24 +334,6 @@ def test_with_rabbitmq_down_a_request_is_accepted_and_published_later(
 # Publications that cannot be budgeted.
 
 
-def test_what_runs_bodies_inside_another_message_is_refused(shop: Shop) -> None:
-    task = declare(shop)
-    before = shop.ledger()
-    publications: list[Callable[[], Any]] = [
-        lambda: task.map([1, 2]).delay(),
-        lambda: task.starmap([(1, "a"), (2, "a")]).delay(),
-        lambda: task.starmap([(1, "a")]).apply_async(countdown=10),
-        lambda: task.chunks([(1, "a"), (2, "a")], 1).apply_async(),
-        task.chunks([(1, "a"), (2, "a")], 1),
-        lambda: task.chunks([(1, "a"), (2, "a")], 1).group().apply_async(),
-    ]
-    for publish in publications:
-        with pytest.raises(UnsupportedPublication, match=r"refused\.draft"):
-            publish()
-    assert shop.ledger() == before
-    assert shop.received() == []
-
-
 def test_what_runs_unbudgeted_bodies_inside_another_message_passes(shop: Shop) -> None:
     plain = shop.app.task(name="refused.plain", shared=False)(unbudgeted)
     plain.map([1, 2]).delay()

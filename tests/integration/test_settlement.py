@@ -103,6 +103,24 @@ def test_usage_of_a_task_that_is_called_by_another_is_the_callers(tenant: Tenant
     assert result.get(timeout=WAIT) == [1, 2]
     tenant.spent(3)
     assert flags(tenant, result.id) == ("settled", [])
+    # What it runs in place has a reservation of its own.
+    assert [line["settled"] for line in tenant.story(result.id).lines] == [1]
+
+
+def test_a_task_that_calls_itself_is_part_of_its_run(tenant: Tenant) -> None:
+    result = tenant.task("nested").delay(tenant.name, 2)
+    assert result.get(timeout=WAIT) == 3
+    tenant.spent(3)
+    assert tenant.outcomes(result.id) == ["returned"]
+
+
+def test_an_error_that_cannot_be_pickled_is_stored_at_once(tenant: Tenant) -> None:
+    result = tenant.task("odd").delay(tenant.name)
+    with pytest.raises(Exception, match="this and that"):
+        result.get(timeout=WAIT)
+    tenant.spent(2)
+    [attempt] = tenant.story(result.id).attempts
+    assert (attempt["outcome"], attempt["replays"]) == ("raised", 0)
 
 
 def test_usage_after_the_call_is_charged_on_top(tenant: Tenant) -> None:

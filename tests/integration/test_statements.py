@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -20,10 +20,11 @@ from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from celery_budget import admission, budgeted, settlement
+from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved
 from celery_budget.errors import UnknownBudget
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, migrate
+from celery_budget.store import Store, budgets, migrate, outbox, quarantine, schema
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
 from tests.integration.support import Shop
 
@@ -53,9 +54,18 @@ BASELINE = {
         "unknown budget": Cost(3, 0),
         "continue": Cost(2, 1),
         "park": Cost(3, 1),
-        "enqueue": Cost(2, 1),
+        # With a look whether a relay sleeps.
+        "enqueue": Cost(3, 1),
         "relay nothing": Cost(2, 1),
-        "relay": Cost(9, 2),
+        "relay": Cost(8, 2),
+        # What follows by its key is let go.
+        "relay in order": Cost(9, 2),
+        "pass by": Cost(4, 1),
+        "give back": Cost(3, 1),
+        "reschedule": Cost(2, 1),
+        "isolate": Cost(11, 1),
+        "requeue": Cost(5, 1),
+        "discard": Cost(3, 1),
         "claim": Cost(6, 1),
         "claim a running one": Cost(3, 1),
         "renew three": Cost(2, 1),
@@ -71,16 +81,23 @@ BASELINE = {
         "balance": Cost(1, 1),
     },
     "sqlite": {
-        "reserve": Cost(7, 1),
-        "reserve from two budgets": Cost(9, 1),
-        "refuse": Cost(4, 1),
+        "reserve": Cost(8, 1),
+        "reserve from two budgets": Cost(10, 1),
+        "refuse": Cost(5, 1),
         "repeat": Cost(2, 1),
-        "unknown budget": Cost(4, 1),
+        "unknown budget": Cost(5, 1),
         "continue": Cost(7, 1),
         "park": Cost(4, 1),
         "enqueue": Cost(1, 1),
         "relay nothing": Cost(1, 1),
-        "relay": Cost(7, 2),
+        "relay": Cost(6, 2),
+        "relay in order": Cost(7, 2),
+        "pass by": Cost(3, 1),
+        "give back": Cost(2, 1),
+        "reschedule": Cost(1, 1),
+        "isolate": Cost(12, 1),
+        "requeue": Cost(11, 1),
+        "discard": Cost(2, 1),
         "claim": Cost(5, 1),
         "claim a running one": Cost(2, 1),
         "renew three": Cost(1, 1),
@@ -183,12 +200,19 @@ def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return url
 
 
+def never_counted(store: Store, root: str) -> None:
+    """Keep admissions from counting the outbox, which one in two seconds does."""
+    fresh = schema.backlog.insert().values(root=root, messages=0, counted_us=2**62)
+    store.run(lambda connection: connection.execute(fresh))
+
+
 @pytest.fixture
 def ledger(store_url: str) -> Iterator[Ledger]:
     """A ledger whose budget ``b`` has 100 tokens."""
     store = Store(store_url)
     ledger = Ledger(store, Settings(store_url, root=f"root-{uuid4().hex[:12]}"))
     ledger.set("b", 100)
+    never_counted(store, ledger.root)
     yield ledger
     store.dispose()
 
@@ -342,6 +366,62 @@ def test_messages_are_relayed(ledger: Ledger, costs: Expect, count: int, name: s
         ledger.reserve(1)
     with costs(name):
         assert ledger.relay().published == count
+
+
+def taken(ledger: Ledger) -> outbox.Batch:
+    key = (ledger.root, "", 100, 60_000_000, new_id())
+    return ledger.store.run(outbox.claim_due, *key)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_messages_are_relayed_in_order(ledger: Ledger, costs: Expect, count: int) -> None:
+    for number in range(count):
+        ledger.reserve(1, order_key=str(number % 2))
+    with costs("relay in order"):
+        assert ledger.relay().published == count
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_messages_are_passed_by(ledger: Ledger, costs: Expect, count: int) -> None:
+    ledger.reserve(1, order_key="k")
+    assert len(taken(ledger).messages) == 1
+    for _ in range(count):
+        ledger.reserve(1, order_key="k")
+    with costs("pass by"):
+        assert taken(ledger).behind == count
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_messages_are_given_back(ledger: Ledger, costs: Expect, count: int) -> None:
+    for _ in range(count):
+        ledger.reserve(1)
+    batch = taken(ledger)
+    with costs("give back"):
+        ledger.store.run(outbox.give_back, ledger.root, batch.fence, batch.messages, "down")
+
+
+def test_a_message_is_rescheduled(ledger: Ledger, costs: Expect) -> None:
+    ledger.reserve(1)
+    batch = taken(ledger)
+    [due] = batch.messages
+    key = (ledger.root, batch.fence, due.outbox_id, 1, "full")
+    with costs("reschedule"):
+        ledger.store.run(outbox.reschedule, *key, failed=True)
+
+
+def test_a_message_is_isolated_published_again_and_discarded(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.reserve(1)
+    for name in ("requeue", "discard"):
+        batch = taken(ledger)
+        key = (ledger.root, batch.fence, batch.messages[0], "oversize", "no")
+        with costs("isolate") if name == "requeue" else nullcontext():
+            assert ledger.store.run(quarantine.isolate, *key)
+        with costs(name):
+            if name == "discard":
+                assert ledger.store.run(quarantine.discard, ledger.root, request.task_id)
+            else:
+                again = (quarantine.requeue, ledger.root, request.task_id, lambda wire, _: wire)
+                ledger.store.run(*again, lock_ms=5000, bound=1000)
 
 
 def test_a_message_without_a_budget_is_enqueued(ledger: Ledger, costs: Expect) -> None:

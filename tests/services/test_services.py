@@ -19,6 +19,7 @@ from amqp.exceptions import ConnectionForced
 from redis import Redis
 
 from tests.services.base import NotOwned, Service, free_port
+from tests.services.pgbouncer import PgBouncer
 from tests.services.postgres import PostgresServer, plain_url
 from tests.services.rabbitmq import RabbitServer, connect
 from tests.services.redis import ExternalRedis, RedisServer
@@ -188,6 +189,23 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float = 20.0) -> 
     while not condition():
         assert time.monotonic() < deadline, "the state was not reached in time"
         time.sleep(0.02)
+
+
+@pytest.mark.postgres
+def test_pgbouncer_gives_each_transaction_a_session_and_ends_with_its_test(
+    postgres_server: PostgresServer,
+) -> None:
+    server = PgBouncer(postgres_server, pool=1)
+    with server:
+        url = plain_url(server.url).partition("?")[0]
+        with (
+            closing(psycopg.connect(url, autocommit=True, prepare_threshold=None)) as one,
+            closing(psycopg.connect(url, autocommit=True, prepare_threshold=None)) as other,
+        ):
+            backends = [each.execute("SELECT pg_backend_pid()").fetchone() for each in (one, other)]
+        assert backends[0] == backends[1]
+        crash_and_return(server)
+        stop_leaves_nothing(server)
 
 
 @pytest.mark.redis

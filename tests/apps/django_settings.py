@@ -1,0 +1,12 @@
+"""Django for tests of its scheduler: nothing but that, in the SQLite file ``DJANGO_DATABASE``."""
+
+import os
+
+SECRET_KEY = "tests"
+INSTALLED_APPS = ["django_celery_beat"]
+DATABASES = {
+    "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["DJANGO_DATABASE"]}
+}
+DEFAULT_AUTO_FIELD = "django.db.models.AutoField"
+TIME_ZONE = "UTC"
+USE_TZ = True

@@ -1,0 +1,113 @@
+"""Commands for what could not be published, and where else it is shown."""
+
+from __future__ import annotations
+
+import pytest
+from celery import states
+
+from celery_budget import budgeted
+from celery_budget.errors import InvalidAmount
+from celery_budget.store import schema
+from tests.integration.commands import Run, runner
+from tests.integration.support import Shop
+
+TASK = "quarantined.draft"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return runner(capsys, monkeypatch)
+
+
+def isolate(shop: Shop, estimate: int = 6) -> str:
+    """Have a message go into quarantine; its task's id."""
+    task = shop.app.tasks.get(TASK)
+    if task is None:
+        task = budgeted(budget="tenant:a", estimate=estimate)(
+            shop.app.task(name=TASK, shared=False)(_draft)
+        )
+    result = task.delay()
+    kept = shop.rows(schema.outbox)[0].envelope
+    shop.sql(schema.outbox.update().values(envelope="[bold]{"))
+    assert shop.relay().quarantined == 1
+    shop.sql(schema.quarantine.update().values(envelope=kept))
+    return str(result.id)
+
+
+def _draft() -> None:
+    pass
+
+
+def test_what_is_in_quarantine_is_listed(on_both: Shop, run: Run) -> None:
+    assert run(on_both.app, "quarantine", "list").out == "No message is in quarantine.\n"
+    assert run(on_both.app, "quarantine", "list", "--json").json == {"quarantine": []}
+    first, second = isolate(on_both), isolate(on_both)
+    done = run(on_both.app, "quarantine", "list")
+    assert (done.code, done.err) == (0, "")
+    header, _, *rows = done.rows
+    assert header == ["id", "task", "queue", "reason", "tries", "since", "error"]
+    assert [row[1] for row in rows] == [f"{TASK}[{second}]", f"{TASK}[{first}]"]
+    found = run(on_both.app, "quarantine", "list", "--limit", "1", "--json").json["quarantine"]
+    assert [(one["task_id"], one["reason"], one["budgeted"]) for one in found] == [
+        (second, "undecodable", True)
+    ]
+    assert found[0]["quarantine_id"] == rows[0][0]
+    with pytest.raises(InvalidAmount):
+        on_both.budget.quarantine(0)
+
+
+def test_it_is_in_the_report_and_in_a_requests_story_and_is_no_mismatch(
+    on_both: Shop, run: Run
+) -> None:
+    assert "No message is in quarantine." in run(on_both.app, "report").out
+    task_id = isolate(on_both)
+    assert run(on_both.app, "report", "--json").json["quarantine"] == {"undecodable": 1}
+    told = ["undecodable", "1", "its", "stored", "form", "cannot", "be", "read"]
+    assert told in run(on_both.app, "report").rows
+    assert run(on_both.app, "reconcile").code == 0
+    [story] = run(on_both.app, "explain", task_id, "--json").json["requests"]
+    [isolated] = story["reservation"]["quarantine"]
+    assert (isolated["task_id"], isolated["reason"]) == (task_id, "undecodable")
+    facts = run(on_both.app, "explain", task_id).facts
+    assert facts["state"].strip() == "released: unpublishable"
+    assert facts["quarantine"].strip().startswith("undecodable since ")
+
+
+@pytest.mark.parametrize("by", ["task_id", "quarantine_id"])
+def test_a_message_is_published_again(on_both: Shop, run: Run, by: str) -> None:
+    task_id = isolate(on_both)
+    [one] = run(on_both.app, "quarantine", "list", "--json").json["quarantine"]
+    on_both.budget.set("tenant:a", limit=5)
+    before = on_both.ledger("budget_refusals")
+    assert run(on_both.app, "quarantine", "requeue", one[by]).failed(1, "'tenant:a'")
+    assert on_both.ledger("budget_refusals") == before
+    on_both.budget.set("tenant:a", limit=10)
+    done = run(on_both.app, "quarantine", "requeue", one[by])
+    assert (done.code, done.out) == (0, f"{one[by]} will be published again\n")
+    assert on_both.amounts("tenant:a") == (6, 0, 4)
+    assert on_both.relay().published == 1
+    assert [message.headers["id"] for message in on_both.received()] == [task_id]
+    said = f"no message '{one[by]}' is in quarantine"
+    assert run(on_both.app, "quarantine", "requeue", one[by]).failed(1, said)
+
+
+def test_a_message_is_discarded(on_both: Shop, run: Run) -> None:
+    task_id = isolate(on_both)
+    assert on_both.app.AsyncResult(task_id).state == states.FAILURE
+    done = run(on_both.app, "quarantine", "discard", task_id, "--json")
+    assert (done.code, done.json) == (0, {"discarded": task_id})
+    assert run(on_both.app, "quarantine", "discard", task_id).failed(1, "is in quarantine")
+    assert on_both.counts()["released"] == 1
+
+
+def test_a_requeued_one_is_told_in_json(shop: Shop, run: Run) -> None:
+    task_id = isolate(shop)
+    found = run(shop.app, "quarantine", "requeue", task_id, "--json").json
+    assert found == {"requeued": task_id}
+
+
+@pytest.mark.parametrize(
+    "args", [["requeue"], ["discard"], ["list", "--limit", "0"], ["lost"], ["list", "more"]]
+)
+def test_a_wrong_command_line_is_told_in_one_line(shop: Shop, run: Run, args: list[str]) -> None:
+    assert run(shop.app, "quarantine", *args).failed(2, "--help")
