@@ -206,7 +206,7 @@ def enqueue_many(
     # One time for all, or that of each.
     now = sa.select(now_us()).scalar_subquery()
     timed = sa.bindparam("timed_us", type_=sa.BigInteger)
-    due: Any = now + delivered_us if delivered else sa.case((timed == 0, now), else_=timed)
+    due: Any = now + delivered_us if delivered else sa.func.coalesce(sa.func.nullif(timed, 0), now)
     statement = outbox.insert().values(
         due_us=due, created_us=now, published_us=now if delivered else None
     )
@@ -246,7 +246,7 @@ def enqueue_plain(
     now = sa.select(now_us()).scalar_subquery()
     timed = sa.bindparam("timed_us", type_=sa.BigInteger)
     statement = insert(outbox).values(
-        due_us=sa.case((timed == 0, now), else_=timed), created_us=now
+        due_us=sa.func.coalesce(sa.func.nullif(timed, 0), now), created_us=now
     )
     connection.execute(
         statement.on_conflict_do_nothing().returning(outbox.c.retries),

@@ -78,16 +78,20 @@ def sleeper(store: Store, settings: Settings) -> Sleeper:
     presence = Presence(store, settings.root)
     if store.dialect == "sqlite":
         return Watching(store, settings, presence)
-    return Listening(store, settings, presence, Listener(store, settings))
+    return Listening(settings, presence, Listener(store, settings, presence))
 
 
 class Presence:
-    """A relay's row: written where it has something else to say, and every few seconds."""
+    """A relay's row: written where it has something else to say, and every few seconds.
+
+    By the relay's thread and the one that listens for it, one at a time.
+    """
 
     def __init__(self, store: Store, root: str) -> None:
         self._store = store
         self._root = root
         self._relay_id = new_id()
+        self._lock = threading.Lock()
         # None: nobody knows what was written last.
         self._sleeping: bool | None = None
         self._until = 0.0
@@ -99,17 +103,18 @@ class Presence:
 
     def tell(self, sleeping: bool) -> None:
         """See to it that the row says so, and was written not long ago."""
-        now = time.monotonic()
-        if sleeping is self._sleeping and now < self._until:
-            return
-        self._sleeping = None
-        if not self._write(sleeping):
-            self._store.run(
-                relays.announce, self._root, self._relay_id, socket.gethostname(), os.getpid()
-            )
-            if sleeping:
-                self._write(True)
-        self._sleeping, self._until = sleeping, now + SEEN_SECONDS
+        with self._lock:
+            now = time.monotonic()
+            if sleeping is self._sleeping and now < self._until:
+                return
+            self._sleeping = None
+            if not self._write(sleeping):
+                self._store.run(
+                    relays.announce, self._root, self._relay_id, socket.gethostname(), os.getpid()
+                )
+                if sleeping:
+                    self._write(True)
+            self._sleeping, self._until = sleeping, now + SEEN_SECONDS
 
     def leave(self) -> None:
         """Delete the row."""
@@ -153,13 +158,12 @@ def _anything_due(connection: Connection, root: str) -> bool:
 class Listening:
     """On PostgreSQL: says that it sleeps, and waits for a notification while it does.
 
-    Its word is written when it goes to sleep and taken back when it was woken; while nothing comes
-    it stands, so that a relay that is idle writes next to nothing.
+    Its word is written when it goes to sleep and stands while a message comes now and then: it is
+    woken, makes a pass and waits again, and writes nothing. It is taken back where there is more to
+    do: by a second notification before it waits again, and by a pass that another one follows.
     """
 
-    def __init__(
-        self, store: Store, settings: Settings, presence: Presence, listener: Listener
-    ) -> None:
+    def __init__(self, settings: Settings, presence: Presence, listener: Listener) -> None:
         self._settings = settings
         self._presence = presence
         self._listener = listener
@@ -175,7 +179,6 @@ class Listening:
         self._presence.tell(hears)
         if self._is_rung(hears, stop):
             self._listener.rung.clear()
-            self._presence.tell(False)
 
     def _is_rung(self, hears: bool, stop: threading.Event) -> bool:
         """Wait for a notification; false where none came in time, or whether any would changed."""
@@ -204,8 +207,9 @@ class Listener:
     :ivar rung: set with each notification of something due; cleared by who waits for it.
     """
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, settings: Settings, presence: Presence) -> None:
         self.rung = threading.Event()
+        self._presence = presence
         self._store = store
         self._settings = settings
         self._hears = False
@@ -281,11 +285,22 @@ class Listener:
         while (left := end - time.monotonic()) > 0 and not self._stop.is_set():
             payloads = _arrived(connection, min(left, STOP_SECONDS))
             # What has a payload is a proof, ours or another relay's.
-            if "" in payloads:
-                self.rung.set()
+            for _ in range(payloads.count("")):
+                self._ring()
             if proof in payloads:
                 return True
         return False
+
+    def _ring(self) -> None:
+        """Wake the relay; where it has not come back since it was woken, have no more sent.
+
+        It rings afterwards: should the relay be asleep again by then, it says so anew.
+        """
+        if self.rung.is_set():
+            # Where it cannot be written it is believed for ten seconds at most.
+            with suppress(BudgetError):
+                self._presence.tell(False)
+        self.rung.set()
 
     def _note(self, trouble: str | None) -> None:
         """Log when it begins to hear and when it ends, not each try between."""

@@ -160,13 +160,16 @@ def test_a_relay_at_work_takes_its_word_back(funded: Ledger) -> None:
         eventually(lambda: sleeping(funded), lambda found: found == [True])
         funded.reserve(1)
         assert held.wait(60)
-        assert sleeping(funded) == [False]
-        assert heard() == [""]
+        # It may be woken once more, for when it is through.
+        for _ in range(2):
+            funded.reserve(1)
+        eventually(lambda: sleeping(funded), lambda found: found == [False])
+        assert heard() == [""] * 3
         for _ in range(5):
             funded.reserve(1)
         assert heard() == []
         free.set()
-        eventually(lambda: len(published), lambda count: count == 6)
+        eventually(lambda: len(published), lambda count: count == 8)
 
 
 def test_an_idle_relay_writes_its_row_now_and_then_only(funded: Ledger) -> None:

@@ -147,7 +147,7 @@ def test_a_lock_that_is_not_had_in_time_is_retryable(funded: Ledger) -> None:
 def test_an_admission_waits_no_longer_for_a_lock_than_it_may(funded: Ledger) -> None:
     impatient = Store(funded.settings.database_url, lock_seconds=0.05)
     settings = funded.settings.__class__(
-        funded.settings.database_url, funded.root, lock_seconds=0.05
+        funded.settings.database_url, root=funded.root, lock_seconds=0.05
     )
     ledger = Ledger(impatient, settings)
     with funded.store.transaction() as connection:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from celery_budget.core.budgets import Budget
 from celery_budget.store import Store, declaring, migrate
-from tests.integration.enlist.support import KINDS, VARIANTS, Caller, Client, path
+from tests.integration.enlist.support import KINDS, VARIANTS, Async, Caller, Client, Sqlite, path
 from tests.integration.support import Shop
 from tests.services.postgres import PostgresServer
 
@@ -96,17 +96,31 @@ def make_caller(make_url: Callable[[str], str], make_shop: Callable[..., Shop]) 
         caller.close()
 
 
-def named(kinds: dict[str, list[type[Client]]]) -> list[Any]:
+def named(kinds: dict[str, list[type[Client]]], *but: type[Client]) -> list[Any]:
+    """Parameters for kinds of connections, without those that are of some class."""
     return [
         parameter(dialect, kind, name=f"{dialect}-{kind.__name__}")
         for dialect, some in kinds.items()
         for kind in some
+        if not issubclass(kind, but)
     ]
 
 
 @pytest.fixture(params=named(KINDS))
 def caller(request: pytest.FixtureRequest, make_caller: Make) -> Caller:
     """A shop, and a client of each kind."""
+    return make_caller(*request.param)
+
+
+@pytest.fixture(params=named(KINDS, Async))
+def synchronous(request: pytest.FixtureRequest, make_caller: Make) -> Caller:
+    """The same, of kinds on which nothing is awaited."""
+    return make_caller(*request.param)
+
+
+@pytest.fixture(params=named(KINDS, Async, Sqlite))
+def seen(request: pytest.FixtureRequest, make_caller: Make) -> Caller:
+    """The same, of kinds whose savepoints are seen as well."""
     return make_caller(*request.param)
 
 

@@ -20,6 +20,7 @@ from tests.integration.enlist.support import (
     AsyncPsycopg,
     AsyncSessions,
     Caller,
+    Client,
     Undone,
 )
 
@@ -106,10 +107,11 @@ def test_a_block_inside_of_the_savepoint(caller: Caller) -> None:
     assert caller.committed() == ([], 5, 2)
 
 
-def test_a_block_in_run_sync(caller: Caller) -> None:
+@pytest.mark.parametrize("dialect", [parameter("sqlite"), parameter("postgresql")])
+@pytest.mark.parametrize("kind", [Async, AsyncSessions], ids=lambda kind: kind.__name__)
+def test_a_block_in_run_sync(dialect: tuple[str], kind: type[Client], make_caller: Make) -> None:
+    caller = make_caller(dialect[0], kind)
     client, budget = caller.client, caller.shop.budget
-    if isinstance(client, AsyncPsycopg):
-        pytest.skip("psycopg has none")
 
     def order(given: SyncSession) -> None:
         with budget.enlist(given, immediate=True):

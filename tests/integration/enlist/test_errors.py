@@ -16,9 +16,10 @@ from sqlalchemy import orm
 from celery_budget.errors import EnlistError, PolicyError, SchemaError, StoreError
 from celery_budget.store import enlisted
 from tests.contract.racers import Beside
-from tests.integration.enlist.conftest import Make, parameter
+from tests.integration.enlist.conftest import Make, named, parameter
 from tests.integration.enlist.support import (
     KINDS,
+    VARIANTS,
     Async,
     AsyncPsycopg,
     AsyncSessions,
@@ -34,6 +35,8 @@ from tests.integration.enlist.support import (
     path,
 )
 from tests.integration.support import Shop
+
+SERVERS = {"postgresql": KINDS["postgresql"]}
 
 
 def refuse(caller: Caller, given: Any, said: str, **options: Any) -> None:
@@ -245,10 +248,10 @@ def test_what_was_made_meanwhile_a_snapshot_does_not_see(on_postgresql: Caller) 
     client.enlisted(lambda batch: on_postgresql.draft.delay("new"))
 
 
-def test_a_closed_connection(caller: Caller) -> None:
+@pytest.mark.parametrize("given", named(KINDS, Session, AsyncSessions, Django))
+def test_a_closed_connection(given: tuple[str, type[Any]], make_caller: Make) -> None:
+    caller = make_caller(*given)
     client = caller.client
-    if isinstance(client, (Session, AsyncSessions, Django)):
-        pytest.skip("it opens another one")
     if isinstance(client, Async):
         client.wait(client.given.close())
     elif isinstance(client, PsycopgBlock):
@@ -260,11 +263,18 @@ def test_a_closed_connection(caller: Caller) -> None:
         client.enlisted(lambda batch: caller.draft.delay("a"))
 
 
-@pytest.mark.postgres
-@pytest.mark.parametrize("kind", KINDS["postgresql"], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_failed_transaction(make_caller: Make, kind: type[Any], inside: bool) -> None:
-    caller = make_caller("postgresql", kind)
+@pytest.mark.parametrize(
+    ("given", "inside"),
+    [
+        pytest.param(*one.values, inside, id=f"{one.id}-{inside}", marks=one.marks)
+        for inside, some in ((False, named(SERVERS)), (True, named(SERVERS, Async)))
+        for one in some
+    ],
+)
+def test_a_failed_transaction(
+    given: tuple[str, type[Any]], inside: bool, make_caller: Make
+) -> None:
+    caller = make_caller(*given)
     client = caller.client
 
     def fail(batch: Any = None) -> None:
@@ -275,8 +285,6 @@ def test_a_failed_transaction(make_caller: Make, kind: type[Any], inside: bool) 
         caller.draft.delay("a")
         fail()
 
-    if inside and isinstance(client, Async):
-        pytest.skip("its statements are awaited elsewhere")
     if not inside:
         fail()
     with pytest.raises(EnlistError, match="takes no more statements; roll it back"):
@@ -322,10 +330,12 @@ def test_a_read_only_file(on_sqlite: Caller) -> None:
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_a_transaction_that_ends_inside_of_the_block(any_caller: Caller, end: str) -> None:
-    caller, client = any_caller, any_caller.client
-    if isinstance(client, (Async, Django, PsycopgBlock)):
-        pytest.skip("its transactions end elsewhere")
+@pytest.mark.parametrize("given", [*named(KINDS, Async, Django, PsycopgBlock), *named(VARIANTS)])
+def test_a_transaction_that_ends_inside_of_the_block(
+    given: tuple[str, type[Any]], end: str, make_caller: Make
+) -> None:
+    caller = make_caller(*given)
+    client = caller.client
 
     def block(batch: Any) -> None:
         client.write("order")
@@ -340,10 +350,8 @@ def test_a_transaction_that_ends_inside_of_the_block(any_caller: Caller, end: st
     assert caller.committed()[1:] == (0, 0)
 
 
-def test_a_savepoint_that_ends_inside_of_the_block(caller: Caller) -> None:
-    client = caller.client
-    if isinstance(client, (Async, Sqlite)):
-        pytest.skip("its savepoints end elsewhere")
+def test_a_savepoint_that_ends_inside_of_the_block(seen: Caller) -> None:
+    caller, client = seen, seen.client
     savepoint = client.savepoint()
     savepoint.__enter__()
 

@@ -9,7 +9,7 @@ from celery import group
 
 from celery_budget.core.identity import task_id_of
 from celery_budget.errors import BudgetExceeded, RequestConflict, UnknownBudget
-from tests.integration.enlist.support import Async, Caller, Sqlite
+from tests.integration.enlist.support import Caller
 from tests.integration.support import received, reservation_of
 
 
@@ -80,17 +80,15 @@ def test_a_block_is_part_of_the_savepoint_around_it(caller: Caller, undo: bool) 
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["", "in another"])
-def test_what_is_published_in_an_inner_savepoint_goes_with_it(caller: Caller, within: bool) -> None:
-    client = caller.client
-    if isinstance(client, (Async, Sqlite)):
-        pytest.skip("delay() cannot await, and savepoints by hand are not seen")
+def test_what_is_published_in_an_inner_savepoint_goes_with_it(seen: Caller, within: bool) -> None:
+    client = seen.client
 
     def block(batch: Any) -> None:
-        caller.draft.delay("a", 1)
+        seen.draft.delay("a", 1)
         for amount, undo in ((2, True), (4, False)):
             try:
                 with client.savepoint():
-                    caller.draft.delay("a", amount)
+                    seen.draft.delay("a", amount)
                     client.write(str(amount))
                     if undo:
                         raise LookupError
@@ -102,7 +100,7 @@ def test_what_is_published_in_an_inner_savepoint_goes_with_it(caller: Caller, wi
     else:
         client.enlisted(block)
     client.commit()
-    assert caller.committed() == (["4"], 5, 2)
+    assert seen.committed() == (["4"], 5, 2)
 
 
 def test_a_refusal_is_raised_at_the_end_and_the_transaction_goes_on(caller: Caller) -> None:
@@ -191,10 +189,8 @@ def test_a_canvas_is_part_of_it(caller: Caller) -> None:
     assert caller.committed() == ([], 3, 3)
 
 
-def test_each_is_admitted_at_once_if_that_is_wanted(caller: Caller) -> None:
-    client = caller.client
-    if isinstance(client, Async):
-        pytest.skip("delay() cannot await")
+def test_each_is_admitted_at_once_if_that_is_wanted(synchronous: Caller) -> None:
+    caller, client = synchronous, synchronous.client
 
     def block(batch: Any) -> None:
         caller.draft.delay("a", 6)
