@@ -20,8 +20,8 @@ from celery_budget.core.backoff import backoff_seconds
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.settings import Settings
-from celery_budget.store import Store, outbox, quarantine, reservations
-from celery_budget.store.outbox import Due
+from celery_budget.store import Store, claims, quarantine, reservations
+from celery_budget.store.claims import Due
 from celery_budget.store.wakeup import Sleeper
 
 __all__ = [
@@ -181,7 +181,7 @@ class Relay:
                 return
             if self._published:
                 self._store.run(
-                    outbox.mark_published,
+                    claims.mark_published,
                     self._settings.root,
                     self._fence,
                     self._published,
@@ -191,7 +191,7 @@ class Relay:
             rest = [*self._aside, *self._waiting]
             if rest:
                 self._store.run(
-                    outbox.give_back, self._settings.root, self._fence, rest, self._trouble
+                    claims.give_back, self._settings.root, self._fence, rest, self._trouble
                 )
                 self._aside = []
                 self._waiting.clear()
@@ -202,7 +202,7 @@ class Relay:
         settings = self._settings
         until = time.monotonic() + settings.publish_seconds * PUBLISHING
         batch = self._store.run(
-            outbox.claim_due,
+            claims.claim_due,
             settings.root,
             broker,
             settings.batch_size,
@@ -281,7 +281,7 @@ class Relay:
     def _reschedule(self, fence: uuid.UUID, due: Due, error: str, *, failed: bool) -> None:
         wait = backoff_seconds(due.failures + 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
         self._store.run(
-            outbox.reschedule,
+            claims.reschedule,
             self._settings.root,
             fence,
             due.outbox_id,
@@ -313,7 +313,7 @@ class Relay:
             return False
         root = self._settings.root
         if due.reservation_id is None:
-            self._store.run(outbox.forget, root, fence, due.outbox_id)
+            self._store.run(claims.forget, root, fence, due.outbox_id)
         else:
             self._store.run(reservations.release, root, due.reservation_id, EXPIRED)
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,11 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
-from celery_budget.core.messages import RANKS, WireMessage
-from celery_budget.core.reservations import CLAIMABLE, ReserveRequest
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import ReserveRequest
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     IS_KEPT,
-    IS_NEXT,
     IS_UNPUBLISHED,
     attempts,
     instant,
@@ -32,64 +30,24 @@ FOLLOWERS = 100
 KEYS_AT_ONCE = 100
 
 __all__ = [
-    "Batch",
-    "Due",
     "Silent",
-    "claim_due",
     "columns_of",
+    "delete",
     "drop",
     "enqueue",
     "enqueue_many",
     "enqueue_plain",
-    "forget",
-    "give_back",
+    "let_follow",
     "lock_orders",
-    "lock_taken",
     "make_due",
-    "mark_published",
     "message_of",
     "prune",
     "republish",
-    "reschedule",
     "silent",
     "take",
     "unblock",
     "wake",
 ]
-
-
-@dataclass(frozen=True)
-class Due:
-    """A message a relay has taken.
-
-    :ivar due_us: when it was due: it keeps its place where it is given back.
-    :ivar expired: whether its ``expires`` has passed by the database's clock.
-    :ivar started: whether its reservation runs or has ended: it is a duplicate, or to be replayed.
-    :ivar failures: how often publishing it failed before.
-    """
-
-    outbox_id: uuid.UUID
-    reservation_id: uuid.UUID | None
-    message: WireMessage
-    due_us: int
-    expired: bool
-    started: bool
-    failures: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a relay has taken at a time.
-
-    :ivar fence: stands in its rows for as long as nobody else has taken them.
-    :ivar messages: in the order in which they are to be published.
-    :ivar behind: how many were passed by, now and until they follow, since an unpublished message
-        with the same order key comes first.
-    """
-
-    fence: uuid.UUID
-    messages: tuple[Due, ...] = ()
-    behind: int = 0
 
 
 def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
@@ -269,349 +227,6 @@ def enqueue_plain(
     wake(connection, root)
 
 
-def claim_due(
-    connection: Connection, root: str, broker: str, limit: int, hold_us: int, fence: uuid.UUID
-) -> Batch:
-    """Take up to ``limit`` due messages for one broker; nobody else gets them for ``hold_us``.
-
-    By rank, then by the time they are due. Of those with one order key only the first that is not
-    published, and what follows it directly: they are in the order in which they were written.
-
-    Locks those rows and skips what another relay is taking. A relay that dies gives them back
-    when the time is over: the message may then be published twice, and is claimed once. Of two
-    relays the last one to take a row has it: the other one's fence is gone.
-    """
-    found = connection.execute(_next(connection, root, broker, limit)).all()
-    turns = _in_turn(found)
-    behind = _pass_by(connection, root, [row for row in found if row.outbox_id not in turns])
-    if not turns:
-        return Batch(fence, (), behind)
-    rows = connection.execute(
-        outbox.update()
-        .where(outbox.c.root == root, outbox.c.outbox_id.in_(list(turns)))
-        .values(due_us=now_us() + hold_us, taken_by=fence)
-        .returning(outbox, (outbox.c.expires_us <= now_us()).label("expired"))
-    ).all()
-    taken = {row.outbox_id: row for row in rows}
-    messages = tuple(
-        Due(
-            outbox_id,
-            row.reservation_id,
-            message_of(row),
-            before.due_us,
-            bool(row.expired),
-            bool(before.started),
-            row.failures,
-        )
-        for outbox_id, before in turns.items()
-        for row in [taken[outbox_id]]
-    )
-    return Batch(fence, messages, behind)
-
-
-def _next(connection: Connection, root: str, broker: str, limit: int) -> sa.Select[Any]:
-    """Return what selects the next messages for a broker, locks them, and skips what is locked.
-
-    On PostgreSQL each rank is looked at by itself, in the order of the index, and only until there
-    are enough: what is due later, or of a later rank, is not read.
-    """
-    ready = _candidates(root, broker).order_by(outbox.c.due_us, outbox.c.outbox_id).limit(limit)
-    if connection.dialect.name != "postgresql":
-        return (
-            _candidates(root, broker)
-            .order_by(outbox.c.rank, outbox.c.due_us, outbox.c.outbox_id)
-            .limit(limit)
-        )
-    ranks = sa.func.generate_series(0, RANKS - 1).table_valued("number").render_derived("ranks")
-    each = (
-        ready.where(outbox.c.rank == ranks.c.number)
-        .with_for_update(skip_locked=True, of=outbox)
-        .lateral("each")
-    )
-    return sa.select(each).select_from(ranks.join(each, sa.true())).limit(limit)
-
-
-def _candidates(root: str, broker: str) -> sa.Select[Any]:
-    # A value and no EXISTS, for which PostgreSQL may read all that ever ended, of every root.
-    started = (
-        sa.select(reservations.c.state.not_in(CLAIMABLE))
-        .where(
-            reservations.c.root == root,
-            reservations.c.reservation_id == outbox.c.reservation_id,
-        )
-        .scalar_subquery()
-    )
-    before = outbox.alias("before")
-    # The one directly before it with its key: one look into the index, and none without a key.
-    follows = (
-        sa.select(before.c.outbox_id)
-        .where(
-            before.c.root == root,
-            before.c.order_key == outbox.c.order_key,
-            sa.text(f"before.{IS_UNPUBLISHED}"),
-            sa.tuple_(before.c.created_us, before.c.outbox_id)
-            < sa.tuple_(outbox.c.created_us, outbox.c.outbox_id),
-        )
-        .order_by(before.c.created_us.desc(), before.c.outbox_id.desc())
-        .limit(1)
-        .scalar_subquery()
-    )
-    return sa.select(
-        outbox.c.outbox_id,
-        outbox.c.due_us,
-        outbox.c.order_key,
-        outbox.c.created_us,
-        started.label("started"),
-        sa.case((outbox.c.order_key.is_not(None), follows)).label("follows"),
-    ).where(
-        outbox.c.root == root,
-        outbox.c.broker == broker,
-        sa.text(IS_NEXT),
-        outbox.c.due_us <= instant(),
-    )
-
-
-def _in_turn(found: Sequence[sa.Row[Any]]) -> dict[uuid.UUID, sa.Row[Any]]:
-    """Return which of the rows may be published now, in that order.
-
-    Of each order key those whose predecessors are all among them; where the first of them stands,
-    they take their turns in the order in which they were written.
-    """
-    written = sorted(
-        (row for row in found if row.order_key is not None),
-        key=lambda row: (row.created_us, row.outbox_id),
-    )
-    turns: dict[uuid.UUID, sa.Row[Any]] = {}
-    queues: dict[str, deque[sa.Row[Any]]] = defaultdict(deque)
-    for row in written:
-        if row.follows is None or row.follows in turns:
-            turns[row.outbox_id] = row
-            queues[row.order_key].append(row)
-    ordered = (
-        row if row.order_key is None else queues[row.order_key].popleft()
-        for row in found
-        if row.order_key is None or row.outbox_id in turns
-    )
-    return {row.outbox_id: row for row in ordered}
-
-
-def _pass_by(connection: Connection, root: str, rows: Sequence[sa.Row[Any]]) -> int:
-    """Have rows looked at no more until what comes before them is published or gone.
-
-    So a long queue of one key costs the claims of others nothing. Only behind the lock of an
-    unpublished row before it, which whoever publishes or deletes that one takes first: it sees
-    then what follows, and :func:`_let_follow` lets it. Where another has that lock the row stays as
-    it is, and is looked at again with the next claim. The caller has locked the rows.
-    """
-    mine = {row.outbox_id for row in rows}
-    others = {row.follows for row in rows} - mine
-    locked = set(
-        connection.execute(
-            sa.select(outbox.c.outbox_id)
-            .where(
-                outbox.c.root == root,
-                outbox.c.outbox_id.in_(sorted(others)),
-                sa.text(IS_UNPUBLISHED),
-            )
-            .order_by(outbox.c.outbox_id)
-            .with_for_update(skip_locked=True)
-        ).scalars()
-        if others
-        else ()
-    )
-    passed = [row.outbox_id for row in rows if row.follows in locked | mine]
-    if passed:
-        connection.execute(
-            outbox.update()
-            .where(outbox.c.root == root, outbox.c.outbox_id.in_(passed))
-            .values(behind=True)
-        )
-    return len(passed)
-
-
-def _let_follow(connection: Connection, root: str, keys: Iterable[str | None]) -> None:
-    """Let the next messages with these order keys be claimed: the first of each is never behind.
-
-    Called in the transaction that publishes or deletes one of them, and holds its row. Locks those
-    that follow, by id.
-    """
-    distinct = sorted({key for key in keys if key is not None})
-    for first in range(0, len(distinct), KEYS_AT_ONCE):
-        following = [
-            sa.select(
-                sa.select(outbox.c.outbox_id)
-                .where(
-                    outbox.c.root == root,
-                    outbox.c.order_key == key,
-                    sa.text(IS_UNPUBLISHED),
-                )
-                .order_by(outbox.c.created_us, outbox.c.outbox_id)
-                .limit(FOLLOWERS)
-                .subquery()
-                .c.outbox_id
-            )
-            for key in distinct[first : first + KEYS_AT_ONCE]
-        ]
-        passed_by = (
-            connection.execute(
-                sa.select(outbox.c.outbox_id)
-                .where(
-                    outbox.c.root == root,
-                    outbox.c.outbox_id.in_(sa.union_all(*following)),
-                    outbox.c.behind,
-                )
-                .order_by(outbox.c.outbox_id)
-                .with_for_update()
-            )
-            .scalars()
-            .all()
-        )
-        if passed_by:
-            connection.execute(
-                outbox.update()
-                .where(outbox.c.root == root, outbox.c.outbox_id.in_(passed_by))
-                .values(behind=False)
-            )
-
-
-def _taken(root: str, fence: uuid.UUID, ids: Iterable[uuid.UUID]) -> sa.ColumnElement[bool]:
-    """Rows that are still in the batch with this fence."""
-    return sa.and_(
-        outbox.c.root == root,
-        outbox.c.outbox_id.in_(sorted(ids)),
-        outbox.c.taken_by == fence,
-        outbox.c.state == "due",
-    )
-
-
-def mark_published(
-    connection: Connection,
-    root: str,
-    fence: uuid.UUID,
-    published: Sequence[Due],
-    again_us: int,
-) -> int:
-    """Note that the broker has confirmed these messages; return how many were still the batch's.
-
-    Those that another relay has taken since are left alone. Locks the reservations by id, then the
-    messages by id. Only ``reserved`` becomes ``published``: a worker may have been faster. A
-    message that starts nothing in the ledger and is no attempt's successor is done with and goes.
-
-    :param again_us: how long until a message that was never started is looked at again, for the
-        first time; doubled with each time it is published.
-    """
-    held = sorted({due.reservation_id for due in published if due.reservation_id is not None})
-    if held:
-        connection.execute(
-            sa.select(reservations.c.state)
-            .where(reservations.c.root == root, reservations.c.reservation_id.in_(held))
-            .order_by(reservations.c.reservation_id)
-            .with_for_update()
-        )
-    rows = connection.execute(
-        sa.select(
-            outbox.c.outbox_id, outbox.c.reservation_id, outbox.c.parent_id, outbox.c.order_key
-        )
-        .where(_taken(root, fence, [due.outbox_id for due in published]))
-        .order_by(outbox.c.outbox_id)
-        .with_for_update()
-    ).all()
-    started = [row.reservation_id for row in rows if row.reservation_id is not None]
-    if started:
-        connection.execute(
-            reservations.update()
-            .where(
-                reservations.c.root == root,
-                reservations.c.reservation_id.in_(started),
-                reservations.c.state == "reserved",
-            )
-            .values(state="published")
-        )
-    done = [row.outbox_id for row in rows if row.reservation_id is None and row.parent_id is None]
-    if done:
-        connection.execute(
-            outbox.delete().where(outbox.c.root == root, outbox.c.outbox_id.in_(done))
-        )
-    kept = sorted({row.outbox_id for row in rows}.difference(done))
-    if kept:
-        doubled = sa.case(
-            *((outbox.c.publishes == count, again_us * 2**count) for count in range(12)),
-            else_=again_us * 2**12,
-        )
-        connection.execute(
-            outbox.update()
-            .where(outbox.c.root == root, outbox.c.outbox_id.in_(kept))
-            .values(
-                state="published",
-                publishes=outbox.c.publishes + 1,
-                published_us=now_us(),
-                due_us=now_us() + doubled,
-                last_error=None,
-                taken_by=None,
-            )
-        )
-    _let_follow(connection, root, [row.order_key for row in rows])
-    return len(rows)
-
-
-def give_back(
-    connection: Connection,
-    root: str,
-    fence: uuid.UUID,
-    messages: Sequence[Due],
-    error: str | None = None,
-) -> None:
-    """Give messages back that were not published: each is due when it was, and keeps its place.
-
-    Those that another relay has taken since are left alone. Locks the messages by id.
-
-    :param error: why they were not published, where that is to be noted.
-    """
-    rows = _taken(root, fence, [due.outbox_id for due in messages])
-    connection.execute(
-        sa.select(outbox.c.state).where(rows).order_by(outbox.c.outbox_id).with_for_update()
-    )
-    noted = {} if error is None else {"last_error": error}
-    connection.execute(
-        outbox.update()
-        .where(rows)
-        .values(
-            due_us=sa.case(
-                {due.outbox_id: due.due_us for due in messages}, value=outbox.c.outbox_id
-            ),
-            taken_by=None,
-            **noted,
-        )
-    )
-
-
-def reschedule(
-    connection: Connection,
-    root: str,
-    fence: uuid.UUID,
-    outbox_id: uuid.UUID,
-    wait_us: int,
-    error: str,
-    failed: bool,
-) -> None:
-    """Give one message back, to be tried again in ``wait_us``.
-
-    Nothing happens where another relay has taken it since. One statement, locking the message.
-
-    :param failed: whether it counts as the message's own failure, not the broker's.
-    """
-    connection.execute(
-        outbox.update()
-        .where(_taken(root, fence, [outbox_id]))
-        .values(
-            due_us=now_us() + wait_us,
-            failures=outbox.c.failures + int(failed),
-            last_error=error,
-            taken_by=None,
-        )
-    )
-
-
 @dataclass(frozen=True)
 class Silent:
     """A published message whose time was over, and not started, when it was looked at."""
@@ -698,7 +313,7 @@ def unblock(
         .returning(outbox.c.retries)
     ).scalar()
     if retries is not None:
-        _delete(connection, root, mine, outbox.c.retries < retries)
+        delete(connection, root, mine, outbox.c.retries < retries)
     return retries
 
 
@@ -717,42 +332,67 @@ def take(
     ).first()
     if row is None:
         return None
-    _let_follow(connection, root, [row.order_key])
+    let_follow(connection, root, [row.order_key])
     return message_of(row)
+
+
+def let_follow(connection: Connection, root: str, keys: Iterable[str | None]) -> None:
+    """Let the next messages with these order keys be claimed: the first of each is never behind.
+
+    Called in the transaction that publishes or deletes one of them, and holds its row. Locks those
+    that follow, by id.
+    """
+    distinct = sorted({key for key in keys if key is not None})
+    for first in range(0, len(distinct), KEYS_AT_ONCE):
+        following = [
+            sa.select(
+                sa.select(outbox.c.outbox_id)
+                .where(
+                    outbox.c.root == root,
+                    outbox.c.order_key == key,
+                    sa.text(IS_UNPUBLISHED),
+                )
+                .order_by(outbox.c.created_us, outbox.c.outbox_id)
+                .limit(FOLLOWERS)
+                .subquery()
+                .c.outbox_id
+            )
+            for key in distinct[first : first + KEYS_AT_ONCE]
+        ]
+        passed_by = (
+            connection.execute(
+                sa.select(outbox.c.outbox_id)
+                .where(
+                    outbox.c.root == root,
+                    outbox.c.outbox_id.in_(sa.union_all(*following)),
+                    outbox.c.behind,
+                )
+                .order_by(outbox.c.outbox_id)
+                .with_for_update()
+            )
+            .scalars()
+            .all()
+        )
+        if passed_by:
+            connection.execute(
+                outbox.update()
+                .where(outbox.c.root == root, outbox.c.outbox_id.in_(passed_by))
+                .values(behind=False)
+            )
 
 
 def drop(connection: Connection, root: str, reservation_id: uuid.UUID) -> None:
     """Delete the messages of a reservation that has ended; what follows them may be published."""
-    _delete(connection, root, outbox.c.reservation_id == reservation_id)
+    delete(connection, root, outbox.c.reservation_id == reservation_id)
 
 
-def lock_taken(
-    connection: Connection, root: str, fence: uuid.UUID, outbox_id: uuid.UUID
-) -> sa.Row[Any] | None:
-    """Lock and return one message of a batch; none where another relay has taken it since.
-
-    The caller holds the row of its reservation, if it has one.
-    """
-    return connection.execute(
-        sa.select(outbox).where(_taken(root, fence, [outbox_id])).with_for_update()
-    ).first()
-
-
-def forget(connection: Connection, root: str, fence: uuid.UUID, outbox_id: uuid.UUID) -> None:
-    """Delete a message without a reservation that will not be published.
-
-    Nothing happens where another relay has taken it since.
-    """
-    _delete(connection, root, _taken(root, fence, [outbox_id]), outbox.c.reservation_id.is_(None))
-
-
-def _delete(connection: Connection, root: str, *which: sa.ColumnElement[bool]) -> None:
+def delete(connection: Connection, root: str, *which: sa.ColumnElement[bool]) -> None:
     gone = connection.execute(
         outbox.delete()
         .where(outbox.c.root == root, *which)
         .returning(outbox.c.order_key, outbox.c.state)
     ).all()
-    _let_follow(connection, root, [row.order_key for row in gone if row.state != "published"])
+    let_follow(connection, root, [row.order_key for row in gone if row.state != "published"])
 
 
 def prune(connection: Connection, root: str, limit: int) -> int:

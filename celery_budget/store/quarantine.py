@@ -24,9 +24,10 @@ from celery_budget.core.reservations import (
     ReserveRequest,
 )
 from celery_budget.errors import RequestConflict
-from celery_budget.store import outbox, parked
+from celery_budget.store import claims, outbox, parked
+from celery_budget.store.claims import Due
 from celery_budget.store.continuations import again_request
-from celery_budget.store.outbox import Due, columns_of, message_of
+from celery_budget.store.outbox import columns_of, message_of
 from celery_budget.store.requests import reserve
 from celery_budget.store.reservations import lock, release
 from celery_budget.store.schema import now_us, quarantine, reservations
@@ -69,7 +70,7 @@ def isolate(
         if row is None or row.state == "running" or row.state in TERMINAL:
             return False
         request = replace(again_request(connection, row), finishing=row.attempts > 0)
-    message = outbox.lock_taken(connection, root, fence, due.outbox_id)
+    message = claims.lock_taken(connection, root, fence, due.outbox_id)
     if message is None:
         return False
     connection.execute(
@@ -88,7 +89,7 @@ def isolate(
         )
     )
     if due.reservation_id is None:
-        outbox.forget(connection, root, fence, due.outbox_id)
+        claims.forget(connection, root, fence, due.outbox_id)
     else:
         release(connection, root, due.reservation_id, UNPUBLISHABLE)
     return True

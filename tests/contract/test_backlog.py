@@ -18,7 +18,7 @@ from sqlalchemy.engine import Engine
 
 from celery_budget.relay import Relay
 from celery_budget.settings import Settings
-from celery_budget.store import Store, migrate, outbox
+from celery_budget.store import Store, claims, migrate, outbox
 from tests.contract.support import RETURNED, Ledger
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow]
@@ -63,7 +63,8 @@ def analyze(ledger: Ledger) -> None:
 def plan(ledger: Ledger, limit: int) -> list[dict[str, Any]]:
     """The nodes of the plan by which the next messages are looked for, as they were run."""
     with ledger.store.transaction() as connection:
-        statement = outbox._next(connection, ledger.root, "", limit)
+        given = {"root": ledger.root, "broker": "", "most": limit}
+        statement = claims._next("postgresql").params(given)
         compiled = statement.compile(connection, compile_kwargs={"render_postcompile": True})
         explained = connection.exec_driver_sql(
             f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {compiled}",
@@ -124,7 +125,7 @@ def test_a_claim_reads_what_it_takes_and_no_more(ledger: Ledger) -> None:
     assert read(nodes) == 10
     assert nodes[0]["Shared Hit Blocks"] + nodes[0]["Shared Read Blocks"] < 200
     key = (ledger.root, "", 10, 1_000_000, uuid4())
-    batch = ledger.store.run(outbox.claim_due, *key)
+    batch = ledger.store.run(claims.claim_due, *key)
     assert [due.message.task_id for due in batch.messages] == wanted
 
 
@@ -134,22 +135,22 @@ def test_a_long_queue_of_one_key_is_taken_from_its_front(ledger: Ledger) -> None
     # A look at each of them, and one at what comes directly before it.
     assert read(plan(ledger, 100)) < 200 + 100
     key = (ledger.root, "", 100, 60_000_000)
-    first = ledger.store.run(outbox.claim_due, *key, uuid4())
+    first = ledger.store.run(claims.claim_due, *key, uuid4())
     assert [due.message.task_id for due in first.messages] == [
         f"backlog-{number}" for number in range(1, 101)
     ]
     # Another relay passes by what it may not have, each of them once.
-    second = ledger.store.run(outbox.claim_due, *key, uuid4())
+    second = ledger.store.run(claims.claim_due, *key, uuid4())
     assert (second.messages, second.behind) == ((), 100)
-    third = ledger.store.run(outbox.claim_due, *key, uuid4())
+    third = ledger.store.run(claims.claim_due, *key, uuid4())
     assert (third.messages, third.behind) == ((), 100)
     assert read(plan(ledger, 100)) < 200 + 100
-    mark = (outbox.mark_published, ledger.root, first.fence, first.messages, 1)
+    mark = (claims.mark_published, ledger.root, first.fence, first.messages, 1)
     with counted() as said:
         assert ledger.store.run(*mark) == 100
     # The next ones are let go: what was passed by, and no more than that.
     assert said.count("UPDATE") == 1
-    fourth = ledger.store.run(outbox.claim_due, *key, uuid4())
+    fourth = ledger.store.run(claims.claim_due, *key, uuid4())
     assert [due.message.task_id for due in fourth.messages] == [
         f"backlog-{number}" for number in range(101, 201)
     ]

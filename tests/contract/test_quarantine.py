@@ -13,7 +13,7 @@ from celery_budget.core.reservations import Missing, Refused, Reserved, ReserveR
 from celery_budget.errors import OutboxFull, RequestConflict
 from celery_budget.relay import Unpublishable
 from celery_budget.settlement import Attempt
-from celery_budget.store import Connection, outbox, quarantine
+from celery_budget.store import Connection, claims, outbox, quarantine
 from tests.contract.racers import at_once
 from tests.contract.support import RETRIED, RETURNED, Ledger, message_of
 
@@ -217,7 +217,7 @@ def test_of_a_claim_and_an_isolation_at_once_one_wins(racing: Ledger) -> None:
     for _ in range(10):
         request = racing.reserve(1)
         fence = uuid.uuid4()
-        claim = (outbox.claim_due, racing.root, "", 1, 60_000_000, fence)
+        claim = (claims.claim_due, racing.root, "", 1, 60_000_000, fence)
         [due] = racing.store.run(*claim).messages
         key = (quarantine.isolate, racing.root, fence, due, "oversize", "no")
         claimed, gone = at_once(
@@ -246,7 +246,7 @@ def test_of_two_calls_at_once_one_publishes(racing: Ledger) -> None:
 def test_nothing_of_it_is_kept_where_it_is_rolled_back(funded: Ledger) -> None:
     request = funded.reserve(10)
     fence = uuid.uuid4()
-    [due] = funded.store.run(outbox.claim_due, funded.root, "", 1, 60_000_000, fence).messages
+    [due] = funded.store.run(claims.claim_due, funded.root, "", 1, 60_000_000, fence).messages
     before = funded.dump()
 
     def isolate_and_fail(connection: Connection) -> None:

@@ -12,7 +12,7 @@ from celery_budget import admission, reconcile, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved, Running
 from celery_budget.settlement import Attempt
-from celery_budget.store import budgets, declaring, outbox, schema
+from celery_budget.store import budgets, claims, declaring, schema
 from tests.contract.racers import (
     Processes,
     at_once,
@@ -121,11 +121,11 @@ def test_a_mark_beside_what_it_marks(racing: Ledger, other: str) -> None:
     for _ in range(5):
         requests = [racing.reserve(1) for _ in range(6)]
         fence = uuid4()
-        batch = racing.store.run(outbox.claim_due, racing.root, "", 100, 60_000_000, fence)
+        batch = racing.store.run(claims.claim_due, racing.root, "", 100, 60_000_000, fence)
         assert len(batch.messages) == 6
         marks = [batch.messages, batch.messages[::-1]]
         calls = [
-            lambda key=(racing.root, fence, one, 1): racing.store.run(outbox.mark_published, *key)
+            lambda key=(racing.root, fence, one, 1): racing.store.run(claims.mark_published, *key)
             for one in marks
         ]
         for request in requests:

@@ -16,8 +16,8 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import ReserveRequest
 from celery_budget.errors import StoreError
 from celery_budget.relay import BrokerDown, Rejected, Relay, Relayed, Unpublishable
-from celery_budget.store import Store, outbox
-from celery_budget.store.outbox import Batch
+from celery_budget.store import Store, claims, outbox
+from celery_budget.store.claims import Batch
 from tests.contract.racers import at_once
 from tests.contract.support import RETRIED, RETURNED, Ledger, message_of
 
@@ -33,7 +33,7 @@ def a_relay(ledger: Ledger) -> Relay:
 
 def claim(ledger: Ledger, limit: int = 100, broker: str = "") -> Batch:
     """What a relay takes, by a fence of its own."""
-    return ledger.store.run(outbox.claim_due, ledger.root, broker, limit, HOLD_US, uuid4())
+    return ledger.store.run(claims.claim_due, ledger.root, broker, limit, HOLD_US, uuid4())
 
 
 def taken(batch: Batch) -> list[str]:
@@ -323,8 +323,8 @@ def test_two_relays_take_different_messages(funded: Ledger) -> None:
     take = (funded.root, "", 3, HOLD_US)
     if funded.store.dialect == "postgresql":
         with funded.store.transaction() as one, funded.store.transaction() as two:
-            first = outbox.claim_due(one, *take, uuid4())
-            second = outbox.claim_due(two, *take, uuid4())
+            first = claims.claim_due(one, *take, uuid4())
+            second = claims.claim_due(two, *take, uuid4())
     else:
         first, second = claim(funded, 3), claim(funded, 3)
     assert (len(first.messages), len(second.messages)) == (3, 2)
@@ -383,14 +383,14 @@ def test_a_relay_that_lost_its_fence_changes_nothing(funded: Ledger) -> None:
     assert taken(fast) == taken(slow) == [request.task_id for request in requests]
     before = funded.dump()
     run, key = funded.store.run, (funded.root, slow.fence)
-    assert run(outbox.mark_published, *key, slow.messages, 1) == 0
-    run(outbox.give_back, *key, slow.messages, "slow")
+    assert run(claims.mark_published, *key, slow.messages, 1) == 0
+    run(claims.give_back, *key, slow.messages, "slow")
     for due in slow.messages:
-        run(outbox.reschedule, *key, due.outbox_id, 1, "slow", failed=True)
-        run(outbox.forget, *key, due.outbox_id)
-        assert run(outbox.lock_taken, *key, due.outbox_id) is None
+        run(claims.reschedule, *key, due.outbox_id, 1, "slow", failed=True)
+        run(claims.forget, *key, due.outbox_id)
+        assert run(claims.lock_taken, *key, due.outbox_id) is None
     assert funded.dump() == before
-    assert run(outbox.mark_published, funded.root, fast.fence, fast.messages, 1) == 2
+    assert run(claims.mark_published, funded.root, fast.fence, fast.messages, 1) == 2
     assert [funded.state(request) for request in requests] == ["published"] * 2
 
 
@@ -399,7 +399,7 @@ def test_a_mark_that_comes_late_does_not_undo_what_came_since(funded: Ledger) ->
     request = funded.reserve(1)
     batch = claim(funded)
     assert funded.store.run(outbox.make_due, funded.root, request.reservation_id, 0)
-    marked = (outbox.mark_published, funded.root, batch.fence, batch.messages, 1)
+    marked = (claims.mark_published, funded.root, batch.fence, batch.messages, 1)
     assert funded.store.run(*marked) == 0
     assert funded.message(request).state == "due"
 
@@ -468,17 +468,17 @@ def test_what_was_published_is_marked_once_the_store_is_back(
     funded: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [funded.reserve(1) for _ in range(2)]
-    mark = outbox.mark_published
+    mark = claims.mark_published
 
     def down(*_: object) -> None:
         raise StoreError("down", retryable=False)
 
     one = a_relay(funded)
-    monkeypatch.setattr(relay.outbox, "mark_published", down)
+    monkeypatch.setattr(relay.claims, "mark_published", down)
     for _ in range(2):
         with pytest.raises(StoreError, match="down"):
             one.run_once(NEVER)
-    monkeypatch.setattr(relay.outbox, "mark_published", mark)
+    monkeypatch.setattr(relay.claims, "mark_published", mark)
     later = funded.reserve(1)
     assert one.run_once(NEVER) == Relayed(published=1, taken=1)
     assert funded.broker.published == [request.task_id for request in (*requests, later)]
@@ -694,7 +694,7 @@ def test_a_key_in_the_hands_of_one_relay_is_left_alone_by_the_others(funded: Led
     assert taken(first) == [requests[0].task_id]
     assert taken(claim(funded)) == []
     mark = (funded.root, first.fence, first.messages, 1)
-    assert funded.store.run(outbox.mark_published, *mark) == 1
+    assert funded.store.run(claims.mark_published, *mark) == 1
     second = claim(funded)
     assert taken(second) == [request.task_id for request in requests[1:]]
     # What is published again, for a lost worker, is the first again.
@@ -715,7 +715,7 @@ def test_a_long_queue_of_one_key_costs_the_others_nothing(funded: Ledger) -> Non
     assert passes == 25
     assert funded.broker.published == [other.task_id]
     mark = (funded.root, blocker.fence, blocker.messages, 1)
-    funded.store.run(outbox.mark_published, *mark)
+    funded.store.run(claims.mark_published, *mark)
     while one.run_once(NEVER).again:
         pass
     assert funded.broker.published[1:] == [request.task_id for request in queue[1:]]

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from celery import chain
 
-from celery_budget.store import outbox
+from celery_budget.store import claims, outbox
 from celery_budget.store.schema import outbox as outbox_table
 from tests.cluster import Cluster, eventually
 from tests.services.rabbitmq import RabbitServer
@@ -187,7 +187,7 @@ def test_a_duplicate_of_a_closed_failure_does_nothing(
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     result = cluster.task("fail").delay("no", "a", used=3)
     store, settings = cluster.budget.store, cluster.budget.settings
-    copy = store.run(outbox.claim_due, settings.root, "", 1, 0, uuid4()).messages[0].message
+    copy = store.run(claims.claim_due, settings.root, "", 1, 0, uuid4()).messages[0].message
     store.run(outbox.enqueue, settings.root, copy)
     store.run(outbox.enqueue, settings.root, copy)
     cluster.beat()

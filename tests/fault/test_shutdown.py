@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 import sqlalchemy as sa
 
-from celery_budget.store import outbox
+from celery_budget.store import claims, outbox
 from celery_budget.store.schema import attempts, now_us
 from celery_budget.store.schema import outbox as outbox_table
 from tests.cluster import Cluster, eventually
@@ -54,7 +54,7 @@ def test_a_copy_that_comes_after_expires_does_not_revoke_what_runs(
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     store, settings = cluster.budget.store, cluster.budget.settings
     result = cluster.task("held").apply_async(("go", "a"), expires=8)
-    copy = store.run(outbox.claim_due, settings.root, "", 1, 0, uuid4()).messages[0].message
+    copy = store.run(claims.claim_due, settings.root, "", 1, 0, uuid4()).messages[0].message
     cluster.beat()
     worker = cluster.worker()
     eventually(cluster.journal)

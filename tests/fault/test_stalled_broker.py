@@ -10,7 +10,7 @@ import pytest
 
 from celery_budget.core.identity import new_id
 from celery_budget.integration.service import RelayService
-from celery_budget.store import outbox
+from celery_budget.store import claims
 from celery_budget.store.schema import outbox as table
 from tests.cluster import Cluster, Process, eventually
 from tests.services.base import LOOPBACK
@@ -52,7 +52,7 @@ def taken(cluster: Cluster) -> int:
 def free(cluster: Cluster) -> int:
     """How many messages another relay gets now."""
     store, settings = cluster.budget.store, cluster.budget.settings
-    batch = store.run(outbox.claim_due, settings.root, "", 100, 1, new_id())
+    batch = store.run(claims.claim_due, settings.root, "", 100, 1, new_id())
     return len(batch.messages)
 
 

@@ -24,7 +24,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved
 from celery_budget.errors import UnknownBudget
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, migrate, outbox, quarantine, schema
+from celery_budget.store import Store, budgets, claims, migrate, quarantine, schema
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
 from tests.integration.support import Shop
 
@@ -368,9 +368,9 @@ def test_messages_are_relayed(ledger: Ledger, costs: Expect, count: int, name: s
         assert ledger.relay().published == count
 
 
-def taken(ledger: Ledger) -> outbox.Batch:
+def taken(ledger: Ledger) -> claims.Batch:
     key = (ledger.root, "", 100, 60_000_000, new_id())
-    return ledger.store.run(outbox.claim_due, *key)
+    return ledger.store.run(claims.claim_due, *key)
 
 
 @pytest.mark.parametrize("count", [1, 20])
@@ -397,7 +397,7 @@ def test_messages_are_given_back(ledger: Ledger, costs: Expect, count: int) -> N
         ledger.reserve(1)
     batch = taken(ledger)
     with costs("give back"):
-        ledger.store.run(outbox.give_back, ledger.root, batch.fence, batch.messages, "down")
+        ledger.store.run(claims.give_back, ledger.root, batch.fence, batch.messages, "down")
 
 
 def test_a_message_is_rescheduled(ledger: Ledger, costs: Expect) -> None:
@@ -406,7 +406,7 @@ def test_a_message_is_rescheduled(ledger: Ledger, costs: Expect) -> None:
     [due] = batch.messages
     key = (ledger.root, batch.fence, due.outbox_id, 1, "full")
     with costs("reschedule"):
-        ledger.store.run(outbox.reschedule, *key, failed=True)
+        ledger.store.run(claims.reschedule, *key, failed=True)
 
 
 def test_a_message_is_isolated_published_again_and_discarded(ledger: Ledger, costs: Expect) -> None:
