@@ -64,11 +64,9 @@ def plan(ledger: Ledger, limit: int) -> list[dict[str, Any]]:
     """The nodes of the plan by which the next messages are looked for, as they were run."""
     with ledger.store.transaction() as connection:
         given = {"root": ledger.root, "broker": "", "most": limit}
-        statement = claims._next("postgresql").params(given)
-        compiled = statement.compile(connection, compile_kwargs={"render_postcompile": True})
+        written = claims._next("postgresql").compile(connection).construct_expanded_state(given)
         explained = connection.exec_driver_sql(
-            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {compiled}",
-            compiled.construct_params(),
+            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {written.statement}", written.parameters
         ).scalar_one()
     found = explained if isinstance(explained, list) else json.loads(explained)
     return list(_nodes(found[0]["Plan"]))
