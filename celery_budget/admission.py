@@ -9,7 +9,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from celery_budget.core.identity import new_id
@@ -123,6 +123,9 @@ class Publication:
     :ivar continuation: it continues work that runs: what does not fit is parked, by itself.
     :ivar parent: the reservation whose attempt publishes a message without a request.
     :ivar needs: the reservation without which such a message must not go out: it tells of it.
+    :ivar canvas: the canvas with a request id that it is part of. What of that has no budget goes
+        out with what has: not again where all of that was admitted before.
+    :ivar message_id: of a message without a request: by it the same call finds it written.
     """
 
     request: ReserveRequest | None
@@ -131,6 +134,8 @@ class Publication:
     continuation: bool = False
     parent: uuid.UUID | None = None
     needs: uuid.UUID | None = None
+    canvas: str | None = None
+    message_id: uuid.UUID = field(default_factory=new_id)
 
 
 def admit_many(
@@ -138,29 +143,28 @@ def admit_many(
     settings: Settings,
     publications: Sequence[Publication],
     *,
-    repeats_whole: bool = False,
+    partial: bool = False,
 ) -> list[Tried | Parked | None]:
     """Admit several publications in one transaction and a fixed number of statements.
 
-    All or none of each unit, its messages without a budget included. What continues running work is
-    parked where it does not fit, a statement for each.
+    All or none; with ``partial`` all or none of each unit. Messages without a budget go with the
+    others of theirs. What continues running work is parked where it does not fit, a statement for
+    each.
 
-    :param repeats_whole: where all requests were admitted before, its other messages were written
-        then as well: they are not written again.
     :return: what came of each, in their order; none for those without a request. An error of one is
         an outcome here: none raises but where the whole batch fails.
     :raises StoreError: nothing was changed.
     """
     if not publications:
         return []
-    return transactions.run(_admit_many, settings, publications, repeats_whole)
+    return transactions.run(_admit_many, settings, publications, partial)
 
 
 def _admit_many(
     connection: Connection,
     settings: Settings,
     publications: Sequence[Publication],
-    repeats_whole: bool,
+    partial: bool,
 ) -> list[Tried | Parked | None]:
     outbox.lock_orders(
         connection, settings.root, [one.message for one in publications if one.message]
@@ -173,34 +177,55 @@ def _admit_many(
             if one.request is not None and one.continuation is continuation
         ]
         some = [publications[number] for number in numbers]
-        admit = _admit_or_park if continuation else _admit_units
-        for number, outcome in zip(numbers, admit(connection, settings, some), strict=True):
+        if continuation:
+            tried: Sequence[Tried | Parked] = _admit_or_park(connection, settings, some)
+        else:
+            tried = _admit_units(connection, settings, some, partial)
+        for number, outcome in zip(numbers, tried, strict=True):
             outcomes[number] = outcome
-    turned = {
-        one.unit
-        for one, outcome in zip(publications, outcomes, strict=True)
-        if isinstance(outcome, TURNED_AWAY) and not one.continuation
-    }
-    reserved = {outcome.reservation_id for outcome in outcomes if isinstance(outcome, Reserved)}
-    repeated = repeats_whole and not reserved and any(outcomes)
+    written = _written(publications, outcomes, partial)
     outbox.enqueue_plain(
         connection,
         settings.root,
-        [
-            (one.message, one.parent)
-            for one in publications
-            if one.request is None
-            and one.message is not None
-            and one.unit not in turned
-            and (one.needs is None or one.needs in reserved)
-            and not repeated
-        ],
+        [(one.message_id, one.message, one.parent) for one in written if one.message is not None],
     )
     return outcomes
 
 
+def _written(
+    publications: Sequence[Publication],
+    outcomes: Sequence[Tried | Parked | None],
+    partial: bool,
+) -> list[Publication]:
+    """Return the messages without a budget that go out, by what came of the requests."""
+    both = list(zip(publications, outcomes, strict=True))
+    turned = {
+        one.unit
+        for one, outcome in both
+        if isinstance(outcome, TURNED_AWAY) and not one.continuation
+    }
+    if turned and not partial:
+        return []
+    admitted = [(one, outcome) for one, outcome in both if isinstance(outcome, (Reserved, Parked))]
+    reserved = {outcome.reservation_id for _, outcome in both if isinstance(outcome, Reserved)}
+    begun = {one.canvas for one, _ in admitted}
+    # A message that Celery adds to a canvas (celery.chord_unlock) is part of its unit.
+    canvases = {one.unit: one.canvas for one in publications if one.canvas is not None}
+    return [
+        one
+        for one in publications
+        if one.request is None
+        and one.unit not in turned
+        and (one.needs is None or one.needs in reserved)
+        and (one.canvas or canvases.get(one.unit)) in (None, *begun)
+    ]
+
+
 def _admit_units(
-    connection: Connection, settings: Settings, publications: Sequence[Publication]
+    connection: Connection,
+    settings: Settings,
+    publications: Sequence[Publication],
+    partial: bool,
 ) -> list[Tried]:
     asked = _asked(publications)
     if not asked:
@@ -214,7 +239,7 @@ def _admit_units(
         connection,
         settings.root,
         asked,
-        units=[one.unit for one in publications],
+        units=[one.unit for one in publications] if partial else None,
         bound=settings.max_outbox,
     )
 
@@ -281,9 +306,16 @@ def enqueue(
 ) -> bool:
     """Write a message that draws on no budget; false where its parent has written it before.
 
-    :param parent: the reservation whose attempt publishes it after its call.
+    :param parent: the reservation whose attempt publishes it after its call: then faults of the
+        store are waited out.
+    :raises StoreError: where it has none; nothing is known to have been written.
     """
-    return store.wait_out(stop, outbox.enqueue, settings.root, message, parent_id=parent)
+    root, outbox_id = settings.root, new_id()
+    if parent is None:
+        return store.run(outbox.enqueue, root, message, outbox_id=outbox_id)
+    return store.wait_out(
+        stop, outbox.enqueue, root, message, outbox_id=outbox_id, parent_id=parent
+    )
 
 
 def count_refusal(

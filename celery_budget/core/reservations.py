@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from celery_budget.core.budgets import check_own_name
 from celery_budget.errors import BudgetExceeded, PolicyError
@@ -220,7 +220,12 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Skipped:
-    """The request would have fitted; it was left out since another of its batch did not."""
+    """The request would have fitted; it was left out since another of its batch did not.
+
+    :ivar because: what that one was turned away with.
+    """
+
+    because: Tried | None = field(default=None, compare=False)
 
 
 #: What comes of one of several requests that are admitted together.

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from celery.exceptions import Ignore
+
 from celery_budget import admission
 from celery_budget.admission import Publication, Transactions
 from celery_budget.core.reservations import Skipped
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["Batch", "TurnedAway", "as_unit", "current_batch", "together"]
+__all__ = ["Batch", "TurnedAway", "as_unit", "by_itself", "current_batch", "together"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +78,6 @@ class Batch:
         transactions: Transactions,
         *,
         partial: bool = False,
-        repeats_whole: bool = False,
     ) -> None:
         if type(partial) is not bool:
             raise PolicyError(f"partial= is {partial!r}; give True or False")
@@ -84,17 +85,17 @@ class Batch:
         self.budget = budget
         self._transactions = transactions
         self._partial = partial
-        self._repeats_whole = repeats_whole
         self._waiting: list[Publication] = []
         self._units = itertools.count(1)
         self._lock = threading.Lock()
-        self._outer: tuple[_Scope, ...] | None = None
+        self._entered_once = False
+        self._ended = False
 
     def __enter__(self) -> Self:
-        if self._outer is not None:
+        if self._entered_once:
             raise PolicyError("a batch is one block; open another one for another block")
-        self._outer = _scopes.get()
-        _scopes.set((*self._outer, _Scope(self, None)))
+        self._entered_once = True
+        _scopes.set((*_scopes.get(), _Scope(self, None)))
         return self
 
     def __exit__(
@@ -104,7 +105,7 @@ class Batch:
         traceback: TracebackType | None,
     ) -> None:
         self._leave()
-        if error is None:
+        if _went_well(error):
             self.admit()
 
     async def __aenter__(self) -> Self:
@@ -118,15 +119,30 @@ class Batch:
     ) -> None:
         # Of this task's context; the thread that admits has a copy of it.
         self._leave()
-        if error is None:
+        if _went_well(error):
             await asyncio.to_thread(self.admit)
 
     def _leave(self) -> None:
-        _scopes.set(self._outer or ())
+        with self._lock:
+            self._ended = True
+        _scopes.set(tuple(scope for scope in _scopes.get() if scope.batch is not self))
+
+    @property
+    def ended(self) -> bool:
+        """Whether its block has ended, so that nobody would admit what is added."""
+        return self._ended
 
     def add(self, publication: Publication) -> None:
-        """Take one more publication of the unit that is open; by itself it is one."""
+        """Take one more publication of the unit that is open; by itself it is one.
+
+        :raises PolicyError: where the block has ended meanwhile, in another thread.
+        """
         with as_unit(self) as unit, self._lock:
+            if self._ended:
+                raise PolicyError(
+                    "the batch that this was to be admitted in has ended; see that what publishes "
+                    "in a block is over before the block is"
+                )
             self._waiting.append(replace(publication, unit=unit))
 
     def admit(self, unit: int | None = None) -> None:
@@ -140,28 +156,18 @@ class Batch:
         :raises StoreError: nothing is known to have been changed.
         """
         waiting = self._take(unit)
-        if not self._partial:
-            waiting = [replace(one, unit=0) for one in waiting]
         transactions = self._transactions
         if transactions is self.budget.store and any(one.continuation for one in waiting):
             # A fault of the store must not become a failure of what has just finished.
             attempt = current_attempt(self.budget.app)
             transactions = _WaitedOut(self.budget.store, attempt.stop if attempt else None)
         outcomes = admission.admit_many(
-            transactions, self.budget.settings, waiting, repeats_whole=self._repeats_whole
+            transactions, self.budget.settings, waiting, partial=self._partial
         )
         for one, outcome in zip(waiting, outcomes, strict=True):
             if one.request is None or not isinstance(outcome, (*TURNED_AWAY, Skipped)):
                 continue
-            if isinstance(outcome, Skipped):
-                first = next(
-                    tried
-                    for other, tried in zip(waiting, outcomes, strict=True)
-                    if other.unit == one.unit and isinstance(tried, TURNED_AWAY)
-                )
-                error = error_of(first)
-            else:
-                error = error_of(outcome)
+            error = error_of(outcome)
             if one.continuation:
                 BackendResults(self.budget.app).failed(one.request.task_id, error)
             elif self._partial:
@@ -187,9 +193,24 @@ class Batch:
 def current_batch(budget: CeleryBudget) -> Batch | None:
     """Return the innermost batch of ``budget`` that is open in this context; none without one."""
     for scope in reversed(_scopes.get()):
-        if scope.batch.budget is budget:
+        if scope.batch.budget is budget and not scope.batch.ended:
             return scope.batch
     return None
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Have what is published inside be part of no batch that is open in this context."""
+    token = _scopes.set(())
+    try:
+        yield
+    finally:
+        _scopes.reset(token)
+
+
+def _went_well(error: BaseException | None) -> bool:
+    """Tell whether a block's end is none that undoes it: a task that is replaced ends by Ignore."""
+    return error is None or isinstance(error, Ignore)
 
 
 @contextmanager
@@ -214,14 +235,11 @@ def as_unit(batch: Batch) -> Iterator[int]:
 
 
 @contextmanager
-def together(budget: CeleryBudget, *, repeats_whole: bool = False) -> Iterator[Batch]:
-    """Have all that is published inside admitted as a whole: in the batch that is open, or in one.
-
-    :param repeats_whole: as for :func:`celery_budget.admission.admit_many`.
-    """
+def together(budget: CeleryBudget) -> Iterator[Batch]:
+    """Have all that is published inside admitted as a whole, in the batch that is open, if any."""
     batch = current_batch(budget)
     if batch is None:
-        with Batch(budget, budget.store, repeats_whole=repeats_whole) as batch:
+        with Batch(budget, budget.store) as batch, as_unit(batch):
             yield batch
     else:
         with as_unit(batch):

@@ -8,6 +8,7 @@ once for all applications: what they publish is one unit of one batch where the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -17,11 +18,14 @@ from celery.result import GroupResult
 from celery_budget.errors import PolicyError
 from celery_budget.integration.batch import Batch, TurnedAway, current_batch, together
 from celery_budget.integration.context import find_installed
-from celery_budget.integration.ids import begins_with_budget, identified
+from celery_budget.integration.ids import begins_with_budget, check_parts, check_whole, identified
 
 __all__ = ["install"]
 
 _ORIGINAL = "__celery_budget_original__"
+
+#: The options that are for the whole, and not for its tasks.
+OURS = ("request_id", "partial")
 
 
 def install() -> None:
@@ -37,21 +41,66 @@ def _wrapping(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Call
     return wrapped
 
 
+@dataclass(frozen=True)
+class _Given:
+    """A canvas that is published, and what was said for it as a whole.
+
+    :ivar canvas: the canvas, its tasks named if it has a request id; without the options below.
+    """
+
+    canvas: Any
+    options: dict[str, Any]
+    request_id: Any
+    partial: bool
+    reserve: Any
+
+
+def _given(canvas: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> _Given:
+    """Take out what is said for the whole, which Celery would give to each of its tasks.
+
+    :raises PolicyError: where that means nothing, or a part has a request id of its own.
+    """
+    app = canvas.app
+    said = {name: options.get(name, canvas.options.get(name)) for name in (*OURS, "reserve")}
+    rest = {name: value for name, value in options.items() if name not in OURS}
+    partial = said["partial"]
+    if partial is None and not ("partial" in options or "partial" in canvas.options):
+        partial = False
+    if type(partial) is not bool:
+        raise PolicyError(f"partial= is {partial!r}; give True or False")
+    if any(name in canvas.options for name in OURS):
+        canvas = canvas.clone()
+        canvas.options = {name: value for name, value in canvas.options.items() if name not in OURS}
+    check_parts(app, canvas)
+    if said["request_id"] is not None:
+        given = tuple(args or ()), dict(kwargs or {})
+        canvas = identified(app, canvas, said["request_id"], *given)
+    return _Given(canvas, rest, said["request_id"], partial, said["reserve"])
+
+
 def _named(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``request_id=`` name the canvas."""
+    """Have ``request_id=`` name a chain, and ``reserve="chain"`` mean what it says."""
 
     def apply_async(
         self: Any, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        if find_installed(self.app) is not None:
-            self, options = _identify(self, args, kwargs, options)
-        return original(self, args, kwargs, *rest, **options)
+        if find_installed(self.app) is None:
+            return original(self, args, kwargs, *rest, **options)
+        given = _given(self, args, kwargs, options)
+        if given.partial:
+            raise PolicyError(
+                "partial=True is not for a chain: it is admitted step by step, or whole with "
+                "reserve='chain'"
+            )
+        if given.reserve is not None and not self.app.conf.task_always_eager:
+            check_whole(self.app, given.canvas)
+        return original(given.canvas, args, kwargs, *rest, **given.options)
 
     return _wrapping(original, apply_async)
 
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`_named`, and admit all of a chord's header or nothing."""
+    """Have ``request_id=`` name a chord, and admit all of its header or nothing."""
 
     def apply_async(
         self: Any, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
@@ -60,23 +109,27 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
         budget = find_installed(app)
         if budget is None:
             return original(self, args, kwargs, *rest, **options)
-        if _taken(options, "partial"):
+        given = _given(self, args, kwargs, options)
+        if given.partial:
             raise PolicyError(
                 "partial=True is not for a chord: its body waits for all of its header; publish a "
                 "group, or leave partial out"
             )
-        repeats = _has_request_id(self, options)
-        self, options = _identify(self, args, kwargs, options)
-        if app.conf.task_always_eager or not begins_with_budget(app, self):
-            return original(self, args, kwargs, *rest, **options)
-        with together(budget, repeats_whole=repeats):
-            return original(self, args, kwargs, *rest, **options)
+        if given.reserve is not None:
+            raise PolicyError(
+                "reserve= is not for a chord: nobody can tell what its body needs before its "
+                "header has ended; leave it out"
+            )
+        if app.conf.task_always_eager or not begins_with_budget(app, given.canvas):
+            return original(given.canvas, args, kwargs, *rest, **given.options)
+        with together(budget):
+            return original(given.canvas, args, kwargs, *rest, **given.options)
 
     return _wrapping(original, apply_async)
 
 
 def _group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`_named`, and admit all of a group or, with ``partial=True``, what fits."""
+    """Have ``request_id=`` name a group; admit all of it or, with ``partial=True``, what fits."""
 
     def apply_async(
         self: Any, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
@@ -85,51 +138,23 @@ def _group(original: Callable[..., Any]) -> Callable[..., Any]:
         budget = find_installed(app)
         if budget is None:
             return original(self, args, kwargs, *rest, **options)
-        partial = _taken(options, "partial", self.options)
-        repeats = _has_request_id(self, options)
-        self, options = _identify(self, args, kwargs, options)
-        if app.conf.task_always_eager or not begins_with_budget(app, self):
-            return original(self, args, kwargs, *rest, **options)
-        if not partial:
-            with together(budget, repeats_whole=repeats):
-                return original(self, args, kwargs, *rest, **options)
+        given = _given(self, args, kwargs, options)
+        if app.conf.task_always_eager or not begins_with_budget(app, given.canvas):
+            result = original(given.canvas, args, kwargs, *rest, **given.options)
+            return _without(app, result, []) if given.partial else result
+        if not given.partial:
+            with together(budget):
+                return original(given.canvas, args, kwargs, *rest, **given.options)
         if current_batch(budget) is not None:
             raise PolicyError(
                 "a group with partial=True is decided at once, and what is published in a batch is "
                 "decided at its end; give partial=True to the batch, or to the group outside of it"
             )
         with Batch(budget, budget.store, partial=True) as batch:
-            result = original(self, args, kwargs, *rest, **options)
+            result = original(given.canvas, args, kwargs, *rest, **given.options)
         return _without(app, result, batch.refused)
 
     return _wrapping(original, apply_async)
-
-
-def _taken(options: dict[str, Any], name: str, more: dict[str, Any] | None = None) -> bool:
-    value = options.pop(name, (more or {}).get(name, False))
-    if type(value) is not bool:
-        raise PolicyError(f"{name}= is {value!r}; give True or False")
-    return value
-
-
-def _has_request_id(canvas: Any, options: dict[str, Any]) -> bool:
-    return options.get("request_id", canvas.options.get("request_id")) is not None
-
-
-def _identify(
-    canvas: Any, args: Any, kwargs: Any, options: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Return the canvas, its tasks named by its request id, if any, and options without that."""
-    own = {name: value for name, value in options.items() if name != "request_id"}
-    request_id = options.get("request_id", canvas.options.get("request_id"))
-    if request_id is None:
-        return canvas, own
-    named = identified(canvas.app, canvas, request_id, tuple(args or ()), dict(kwargs or {}))
-    dict.update(
-        named,
-        options={name: value for name, value in named.options.items() if name != "request_id"},
-    )
-    return named, own
 
 
 def _without(app: Any, result: Any, refused: list[TurnedAway]) -> Any:

@@ -76,9 +76,9 @@ class Gate:
         try:
             args, kwargs = _arguments(message)
             terms = terms_of(self._budget.app, name, args, kwargs)
+            ours.check(name)
             if terms is None:
                 return self._send_plain(call)
-            ours.check(name)
             request = self._request(call, terms)
             return self._publish(call, request)
         except StoreError:
@@ -145,7 +145,7 @@ class Gate:
         args, kwargs, embed = call.message.body
         embed = fix_link_ids(embed, request.reservation_id)
         steps: list[ReserveRequest] = []
-        if call.ours.reserve is not None:
+        if call.ours.reserve is not None and call.origin == "new":
             steps, embed = plan(self._budget.app, request, embed)
             if steps:
                 request = replace(request, plan=request.reservation_id, step=0)
@@ -215,7 +215,7 @@ class Gate:
 
 
 #: The options that callers give.
-GIVEN = ("request_id", "finishing", "order_key", "reserve")
+GIVEN = ("request_id", "finishing", "order_key", "reserve", "partial")
 
 
 @dataclass(frozen=True)
@@ -230,22 +230,28 @@ class _Ours:
     finishing: Any = False
     order_key: Any = None
     reserve: Any = None
+    partial: Any = False
     planned: Any = None
     canvas: Any = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> _Ours:
         """Take them out of ``options``. Of a canvas they reach tasks without a budget as well."""
-        named = {name: options.pop(name, False if name == "finishing" else None) for name in GIVEN}
+        flags = ("finishing", "partial")
+        named = {name: options.pop(name, False if name in flags else None) for name in GIVEN}
         return cls(**named, planned=options.pop(PLANNED, None), canvas=options.pop(CANVAS, None))
 
     def check(self, name: str) -> None:
-        """Check what was given for a budgeted task.
+        """Check what was given.
 
         :raises PolicyError: where a value means nothing.
         """
         if type(self.finishing) is not bool:
             raise PolicyError(f"finishing= of {name} is {self.finishing!r}; give True or False")
+        if self.partial is not False:
+            raise PolicyError(
+                f"partial= of {name}: one task is admitted or not; give it to a group"
+            )
         if self.reserve not in (None, "chain"):
             raise PolicyError(
                 f"reserve= of {name} is {self.reserve!r}; give 'chain', or leave it out to admit "
@@ -313,12 +319,20 @@ class _Sink:
         if self._request is None:
             parent = attempt.reservation_id if attempt and continuation else None
             if self._batch is not None:
-                self._batch.add(Publication(None, wire, parent=parent))
+                canvas = self._call.ours.canvas
+                self._batch.add(Publication(None, wire, parent=parent, canvas=canvas))
             else:
                 stop = attempt.stop if attempt else None
                 admission.enqueue(self._budget.store, self._budget.settings, wire, parent, stop)
         elif self._batch is not None:
-            self._batch.add(Publication(self._request, wire, continuation=continuation))
+            self._batch.add(
+                Publication(
+                    self._request,
+                    wire,
+                    continuation=continuation,
+                    canvas=self._call.ours.canvas,
+                )
+            )
             for step in self._steps:
                 self._batch.add(Publication(step, None))
         elif self._decide is not None:

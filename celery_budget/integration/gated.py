@@ -9,6 +9,7 @@ from celery import Task
 
 from celery_budget.core.terms import Terms
 from celery_budget.integration import eager
+from celery_budget.integration.batch import by_itself
 from celery_budget.integration.context import attempt_of, installed_on
 from celery_budget.integration.execution import execute, guarded
 
@@ -68,7 +69,7 @@ class GatedTask(Task):
         :raises PolicyError: where it has no budget.
         """
         if self.budget_draws(args or (), kwargs or {}):
-            installed_on(self.app)
+            installed_on(self.app).check_gate()
             if "request_id" in options and self.app.conf.task_always_eager:
                 options = eager.with_task_id(self, args or (), kwargs or {}, rest, options)
         return super().apply_async(args, kwargs, *rest, **options)
@@ -89,7 +90,11 @@ class GatedTask(Task):
         return eager.apply(self, following, tuple(args or ()), dict(kwargs or {}), rest, options)
 
     def on_replace(self, sig: Any) -> Any:
-        """Run, or publish, what takes this task's place; in place the task is settled first."""
+        """Run, or publish, what takes this task's place; in place the task is settled first.
+
+        In no batch that is open: the task ends with it, whatever becomes of the batch.
+        """
         if self.request.is_eager:
             eager.replaced(self.request)
-        return super().on_replace(sig)
+        with by_itself():
+            return super().on_replace(sig)

@@ -13,10 +13,18 @@ from celery import Celery
 from celery_budget.core.budgets import check_text
 from celery_budget.core.identity import derived_id
 from celery_budget.errors import InvalidName, PolicyError
+from celery_budget.integration.inline import INLINE_TASKS, gated_task
 from celery_budget.integration.task import policy_of
-from celery_budget.integration.terms import CANVAS, INLINE_TASKS, terms_of
+from celery_budget.integration.terms import CANVAS, terms_of
 
-__all__ = ["begins_with_budget", "checked_id", "fix_link_ids", "identified"]
+__all__ = [
+    "begins_with_budget",
+    "check_parts",
+    "check_whole",
+    "checked_id",
+    "fix_link_ids",
+    "identified",
+]
 
 #: The kinds of signatures that are made of others.
 CANVASES = ("chain", "group", "chord")
@@ -76,7 +84,7 @@ def identified(
     if not any(_has_budget(app, task) for _, task in places):
         return canvas
     owner = _owner(app, canvas, args, kwargs or {})
-    shape = json.dumps([(path, task["task"]) for path, task in places])
+    shape = json.dumps([owner, named, [(path, task["task"]) for path, task in places]])
     told = hashlib.sha256(shape.encode()).hexdigest()
 
     def options(path: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +92,56 @@ def identified(
         return {"task_id": task_id, **given, CANVAS: told}
 
     return _with_options(canvas, options, "")
+
+
+def check_parts(app: Celery, canvas: Any) -> None:
+    """Check that no part of a canvas with budgets has a request id of its own.
+
+    :raises PolicyError: where one has: its id would be Celery's, and a repeat would run again.
+    """
+    if not any(_has_budget(app, task) for _, task in _places(canvas, "")):
+        return
+    for part in _parts(canvas):
+        options = part.get("options") or {}
+        if options.get("request_id") is not None:
+            raise PolicyError(
+                f"request id {options['request_id']!r} is on a part of a canvas, whose ids Celery "
+                "makes; give request_id to the whole"
+            )
+
+
+def check_whole(app: Celery, canvas: Any) -> None:
+    """Check that a chain can be reserved whole, as far as that is known before it is prepared.
+
+    :raises PolicyError: where a step is no single task, or has no budget.
+    """
+    for number, step in enumerate(_steps(canvas), 1):
+        if step.get("subtask_type") in CANVASES:
+            raise PolicyError(
+                f"step {number} of the chain is a {step['subtask_type']}; a chain that is reserved "
+                "whole has single tasks only: leave reserve='chain' out to admit it step by step"
+            )
+        if not _has_budget(app, step):
+            raise PolicyError(
+                f"step {number} of the chain, {step['task']}, has no budget, and what follows it "
+                "could not be given back where it fails: leave reserve='chain' out to admit it "
+                "step by step"
+            )
+
+
+def _steps(canvas: Any) -> Iterator[Any]:
+    for _, step in _members(canvas) or ():
+        if step.get("subtask_type") == "chain":
+            yield from _steps(step)
+        else:
+            yield step
+
+
+def _parts(signature: Any) -> Iterator[Any]:
+    """Yield all that a canvas is made of, at any depth."""
+    for _, part in _members(signature) or ():
+        yield part
+        yield from _parts(part)
 
 
 def begins_with_budget(app: Celery, canvas: Any) -> bool:
@@ -94,7 +152,8 @@ def begins_with_budget(app: Celery, canvas: Any) -> bool:
 def _has_budget(app: Celery, task: Any) -> bool:
     name = task["task"]
     if name in INLINE_TASKS:
-        name = task["kwargs"]["task"]["task"]
+        inline = gated_task(app, name)
+        return inline is not None and inline.budget_draws(task["args"], task["kwargs"])
     return policy_of(app, name) is not None
 
 
@@ -110,7 +169,8 @@ def _owner(app: Celery, canvas: Any, args: tuple[Any, ...], kwargs: dict[str, An
             return terms.evaluation.budget
     raise PolicyError(
         "the request_id of a canvas is one of the budget that its first task names, and none of "
-        "the tasks it starts with has a budget; give request_id to the tasks themselves"
+        "the tasks it starts with has a budget; have the canvas begin with one that has, or leave "
+        "request_id out"
     )
 
 

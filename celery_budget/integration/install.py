@@ -13,7 +13,7 @@ from kombu.utils.objects import cached_property
 
 from celery_budget import settlement
 from celery_budget.core.reservations import Closed, Missing, Running
-from celery_budget.errors import BudgetError, PolicyError, RequestRuns, UnknownRequest
+from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
 from celery_budget.integration import canvas, eager_canvas
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
@@ -139,6 +139,17 @@ class CeleryBudget(Ledger):
             )
         return await asyncio.to_thread(signature.apply_async, **options)
 
+    def check_gate(self) -> None:
+        """Check that publications of the application pass the gate.
+
+        :raises NotInstalled: where ``app.amqp_cls`` was set afterwards, so that they do not.
+        """
+        if not isinstance(self.app.amqp.send_task_message, Gate):
+            raise NotInstalled(
+                f"{self.app} publishes by an AMQP class that was set after its CeleryBudget was "
+                "made, past all budgets; set amqp_cls before 'CeleryBudget(app)'"
+            )
+
     def _install(self) -> None:
         """Put the gate where all publications pass, and the steps of leases and relay into workers.
 
@@ -154,7 +165,8 @@ class CeleryBudget(Ledger):
             class BudgetAMQP(base):  # type: ignore[misc, valid-type]
                 @cached_property
                 def send_task_message(self) -> Any:
-                    return Gate(budget, self._create_task_sender())
+                    # The base's own, whatever it made of Celery's.
+                    return Gate(budget, super().send_task_message)
 
             app.amqp_cls = BudgetAMQP
         app.send_task = with_request_id(self, app.send_task)

@@ -12,9 +12,9 @@ from celery_budget.core.reservations import ReserveRequest
 from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import header
-from celery_budget.integration.inline import INLINE_TASKS, gated_task
+from celery_budget.integration.inline import gated_task
 
-__all__ = ["CANVAS", "INLINE_TASKS", "PLANNED", "Terms", "plan", "terms_of"]
+__all__ = ["CANVAS", "PLANNED", "Terms", "plan", "terms_of"]
 
 #: The option of a task that belongs to a canvas with a request id: what the canvas is made of.
 CANVAS = "budget_canvas"

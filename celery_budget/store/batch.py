@@ -7,6 +7,7 @@ One request on SQLite is a batch of one. The same decisions as those of the Post
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import Draw, Level, decide
+from celery_budget.core.draws import Draw, Level, decide, limits_in_force, short
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
@@ -37,6 +38,9 @@ from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.unready import Unready
+
+#: How many keys are looked for by one statement: PostgreSQL's parser has its depth.
+MOST_KEYS = 2000
 
 #: How budgets stand, and the names of those that a template could make.
 _Standing = tuple[dict[str, Level], set[str]]
@@ -140,31 +144,77 @@ class _Trial:
         self._new = new
         self._full = full
         self._turned: dict[RequestKey, Tried] = {}
+        self._heads: dict[uuid.UUID, Tried] = {}
 
     def decide(self, unit: list[tuple[int, Asked]]) -> None:
         """Decide one unit: all of it, or none and nothing taken."""
         taken: list[tuple[Asked, tuple[Draw, ...]]] = []
         for number, one in unit:
             self.outcomes[number] = self._decide_one(one, taken)
+        outcomes = [self.outcomes[number] for number, _ in unit]
         # Left out here is what an earlier unit asked for as well, and was turned away with.
-        if not any(
-            isinstance(self.outcomes[number], (*TURNED_AWAY, Skipped)) for number, _ in unit
-        ):
+        away = [outcome for outcome in outcomes if isinstance(outcome, (*TURNED_AWAY, Skipped))]
+        if not away:
             self.admitted.extend(taken)
             return
-        dropped = {request.reservation_id for (request, _), _ in taken}
-        for (request, _), draws in taken:
+        for _, draws in taken:
             _take(self._known, draws, -1)
-            self._turned[key_of(request)] = Skipped()
+        self._tell_whole(unit, taken)
+        first = next(
+            self.outcomes[number]
+            for number, _ in unit
+            if isinstance(self.outcomes[number], (*TURNED_AWAY, Skipped))
+        )
+        skipped = Skipped(first.because if isinstance(first, Skipped) else first)
+        dropped = {request.reservation_id for (request, _), _ in taken}
+        self._turned.update((key_of(request), skipped) for (request, _), _ in taken)
         for number, _ in unit:
             outcome = self.outcomes[number]
             here = isinstance(outcome, (Reserved, AlreadyReserved))
             if here and outcome.reservation_id in dropped:  # type: ignore[union-attr]
-                self.outcomes[number] = Skipped()
+                self.outcomes[number] = skipped
+
+    def _tell_whole(
+        self, unit: list[tuple[int, Asked]], taken: list[tuple[Asked, tuple[Draw, ...]]]
+    ) -> None:
+        """Have refusals tell what the whole unit asked of the budget that was short.
+
+        What would wait for the others of its own unit would wait for ever.
+        """
+        asked: Counter[str] = Counter()
+        for _, draws in taken:
+            asked.update({draw.budget: draw.amount for draw in draws})
+        refused = {
+            key_of(request): outcome
+            for number, (request, _) in unit
+            if isinstance(outcome := self.outcomes[number], Refused)
+        }
+        for outcome in refused.values():
+            asked[outcome.budget] += outcome.requested
+        for number, (request, _) in unit:
+            before = self.outcomes[number]
+            if not isinstance(before, Refused) or asked[before.budget] == before.requested:
+                continue
+            limit, blocked = limits_in_force(self._known, before.budget)[before.budget]
+            level, amount = self._known[before.budget], asked[before.budget]
+            whole = short(level, limit, blocked, amount, request.finishing)
+            self.outcomes[number] = whole or before
 
     def _decide_one(self, one: Asked, taken: list[tuple[Asked, tuple[Draw, ...]]]) -> Tried:
         request, key = one[0], key_of(one[0])
-        existing = self._found[key]
+        head = self._heads.get(request.plan) if request.plan and request.step else None
+        if isinstance(head, AlreadyReserved):
+            # The chain was admitted before, and what follows in it with it, whatever became of it.
+            return head
+        outcome = self._decide_by_key(one, key, taken)
+        if request.step == 0:
+            self._heads[request.reservation_id] = outcome
+        return outcome
+
+    def _decide_by_key(
+        self, one: Asked, key: RequestKey, taken: list[tuple[Asked, tuple[Draw, ...]]]
+    ) -> Tried:
+        request, existing = one[0], self._found[key]
         outcome = repeated(request, existing)
         if key in self._turned:
             return outcome if isinstance(outcome, Conflict) else self._turned[key]
@@ -233,13 +283,14 @@ def _insert(
     inserted = list(connection.execute(statement.returning(*seen), rows, execution_options=AT_ONCE))
     found = {(row.owner, row.request_id, row.nesting): row for row in inserted}
     missing = [request for key, request in sorted(first.items()) if key not in found]
-    if missing:
+    for page in range(0, len(missing), MOST_KEYS):
+        some = missing[page : page + MOST_KEYS]
         same_key = sa.tuple_(
             reservations.c.owner, reservations.c.request_id, reservations.c.nesting
-        ).in_([key_of(request) for request in missing])
+        ).in_([key_of(request) for request in some])
         # A repeat of this very call, after a lost connection, may find even what has been
         # released since.
-        same_call = reservations.c.reservation_id.in_([one.reservation_id for one in missing])
+        same_call = reservations.c.reservation_id.in_([one.reservation_id for one in some])
         existing = connection.execute(
             sa.select(*seen)
             .where(

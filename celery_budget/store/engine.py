@@ -46,6 +46,8 @@ LONGEST_WAIT_SECONDS = 5.0
 #: How long a thread waits for the others of its process that use the same SQLite file.
 GATE_SECONDS = 30.0
 
+#: What PostgreSQL calls a lock that was not had in time.
+LOCK_NOT_AVAILABLE = "55P03"
 #: Marks a connection whose transaction only reads.
 _READ = "budget_read"
 
@@ -53,7 +55,7 @@ _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 class Writer(Protocol):
-    """A caller's transaction on SQLite that our functions run in."""
+    """A caller's transaction that our functions run in."""
 
     @property
     def key(self) -> object:
@@ -65,8 +67,11 @@ class Writer(Protocol):
     def holds(self, store: Store) -> bool:
         """Tell whether ``store`` would wait for it in order to write."""
 
+    def is_open_beside(self, store: Store) -> bool:
+        """Tell whether it is open in the database of ``store``, and may hold locks there."""
 
-#: Callers' transactions on SQLite that this context is in.
+
+#: Callers' transactions that this context is in.
 enlisted: ContextVar[tuple[Writer, ...]] = ContextVar("budget_enlisted", default=())
 
 
@@ -276,6 +281,12 @@ class Store:
                     missing = unready
             except (StoreError, SchemaError) as error:
                 failures += 1
+                if self._waits_for_itself(error):
+                    raise StoreError(
+                        f"{error}; the transaction that is enlisted in this context is open still "
+                        "and may hold it: publish in its block, or after it has ended",
+                        retryable=True,
+                    ) from error
                 if tries is None:
                     # A missing table is waited out as well: no task fails for it.
                     hopeless = isinstance(error, StoreError) and not error.retryable
@@ -292,6 +303,15 @@ class Store:
                     raise
                 continue
             self._retry(self.transaction, tries, stop, missing.prepare)
+
+    def _waits_for_itself(self, error: Exception) -> bool:
+        """Tell whether a lock was not had in time that this very context may hold elsewhere."""
+        cause = error.__cause__
+        return (
+            isinstance(cause, exc.DBAPIError)
+            and state_of(cause) == LOCK_NOT_AVAILABLE
+            and any(writer.is_open_beside(self) for writer in enlisted.get())
+        )
 
     @contextmanager
     def _gated(self) -> Iterator[None]:

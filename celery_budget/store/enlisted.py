@@ -92,6 +92,8 @@ class Enlisted:
                     _check_file(connection, own)
                 else:
                     self._check_server(connection, own)
+            # Keys that the database makes are known in the block.
+            self._caller.flush()
         self._mark = self._caller.mark()
 
     def _check_server(self, connection: Connection, own: Any) -> None:
@@ -128,14 +130,12 @@ class Enlisted:
     def enter(self) -> None:
         """Note that the code which follows in this context is in the transaction."""
         self._in_block = True
-        if self._store.dialect == "sqlite":
-            enlisted.set((*enlisted.get(), self))
+        enlisted.set((*enlisted.get(), self))
 
     def leave(self) -> None:
         """Note that the block has ended; until the transaction does, its locks are still held."""
         self._in_block = False
-        if self._store.dialect == "sqlite":
-            enlisted.set(tuple(one for one in enlisted.get() if not one.is_over()))
+        enlisted.set(tuple(one for one in enlisted.get() if not one.is_over()))
 
     @property
     def key(self) -> Any:
@@ -153,9 +153,13 @@ class Enlisted:
 
         After the block a look at the lock tells: the connection may be in another transaction.
         """
-        if self._store is not store or self.is_over():
+        if self._store.dialect != "sqlite" or not self.is_open_beside(store):
             return False
         return self._in_block or store.is_locked()
+
+    def is_open_beside(self, store: Store) -> bool:
+        """Tell whether it is open still, in the database of ``store``, and may hold locks there."""
+        return self._store is store and not self.is_over()
 
     def flush(self) -> None:
         """Execute what a session has not executed yet, as a query of it would."""

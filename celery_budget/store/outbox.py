@@ -87,6 +87,7 @@ def enqueue(
     message: WireMessage,
     *,
     state: str = "due",
+    outbox_id: uuid.UUID | None = None,
     reservation_id: uuid.UUID | None = None,
     parent_id: uuid.UUID | None = None,
     retries: int = 0,
@@ -95,6 +96,7 @@ def enqueue(
 ) -> bool:
     """Write a message; false where the reservation's attempt, or the parent, has it already.
 
+    :param outbox_id: its id, where the same call may be made again after a lost answer.
     :param delivered_us: a worker has it already: it counts as published and is looked at again
         after this time.
     """
@@ -107,7 +109,7 @@ def enqueue(
         outbox,
         **columns_of(message),
         root=root,
-        outbox_id=new_id(),
+        outbox_id=outbox_id or new_id(),
         reservation_id=reservation_id,
         parent_id=parent_id,
         retries=retries,
@@ -191,12 +193,14 @@ def enqueue_many(
 
 
 def enqueue_plain(
-    connection: Connection, root: str, messages: Sequence[tuple[WireMessage, uuid.UUID | None]]
+    connection: Connection,
+    root: str,
+    messages: Sequence[tuple[uuid.UUID, WireMessage, uuid.UUID | None]],
 ) -> None:
-    """Write messages that draw on no budget, each with the reservation that publishes it, if any.
+    """Write messages that draw on no budget, each with its id and its parent's reservation, if any.
 
-    What a reservation has written before is left as it is. The caller holds the locks of their
-    order keys.
+    What the same call, or the parent, has written before is left as it is. The caller holds the
+    locks of their order keys.
     """
     if not messages:
         return
@@ -211,7 +215,7 @@ def enqueue_plain(
         [
             {
                 "root": root,
-                "outbox_id": new_id(),
+                "outbox_id": outbox_id,
                 "parent_id": parent_id,
                 "retries": 0,
                 "state": "due",
@@ -220,7 +224,7 @@ def enqueue_plain(
                 **columns_of(message),
                 "timed_us": message.due_us,
             }
-            for message, parent_id in messages
+            for outbox_id, message, parent_id in messages
         ],
         execution_options=AT_ONCE,
     ).all()

@@ -120,7 +120,9 @@ def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> Bu
         return UnknownBudget(outcome.budget)
     if isinstance(outcome, Conflict):
         return RequestConflict(outcome.request_id, outcome.owner, outcome.task_id)
-    raise AssertionError("what was left out for another one has no error of its own")
+    if isinstance(outcome.because, (Refused, Backlogged, Unknown, Conflict)):
+        return error_of(outcome.because)
+    raise AssertionError("what is left out is left out for another one that was turned away")
 
 
 _RESERVE = sa.text(

@@ -319,7 +319,8 @@ def admit_many(
         admission.Publication(request, message, number if best_effort else 0)
         for number, (request, message) in enumerate(asked)
     ]
-    return cast("list[Tried]", admission.admit_many(store, settings, publications))
+    tried = admission.admit_many(store, settings, publications, partial=best_effort)
+    return cast("list[Tried]", tried)
 
 
 def _conditions(table: sa.Table, where: dict[str, Any]) -> list[Any]:

@@ -82,7 +82,8 @@ def test_nothing_is_asked(funded: Ledger) -> None:
 def test_all_or_none(funded: Ledger) -> None:
     first, second, third = (funded.request(amount) for amount in (60, 50, 1))
     before = funded.dump()
-    short = Refused("b", "tokens", 50, 100, 60, 0, "held", 100)
+    # What the whole asked for: less than that waits for its own others, for ever.
+    short = Refused("b", "tokens", 111, 100, 0, 0, "exhausted", 100)
     assert admit(funded, first, second, third) == [SKIPPED, short, SKIPPED]
     after = funded.dump()
     assert funded.refused() == 1
@@ -126,7 +127,9 @@ def test_each_outcome_has_its_place(funded: Ledger, best_effort: bool) -> None:
         Conflict(known.request_id, "b", known.task_id),
         Unknown("unknown"),
         Refused("closed", "tokens", 1, 10, 0, 0, "closed", 10),
-        Refused("b", "tokens", 91, 100, 20, 0, "held", 100),
+        Refused("b", "tokens", 91, 100, 20, 0, "held", 100)
+        if best_effort
+        else Refused("b", "tokens", 101, 100, 10, 0, "exhausted", 100),
     ]
     assert funded.balance() == (20 if best_effort else 10, 0)
     assert held(funded) == {known.task_id} | ({fits.task_id} if best_effort else set())
@@ -160,7 +163,8 @@ def test_a_request_that_comes_twice_is_refused_twice(funded: Ledger, best_effort
     request = funded.request(101)
     fits = funded.request(1)
     twice = replace(request, reservation_id=new_id())
-    short = Refused("b", "tokens", 101, 100, 0, 0, "exhausted", 100)
+    whole = 101 if best_effort else 102
+    short = Refused("b", "tokens", whole, 100, 0, 0, "exhausted", 100)
     outcomes = admit(funded, request, twice, fits, fits, best_effort=best_effort)
     rest = reserved(fits, fits) if best_effort else [SKIPPED, SKIPPED]
     assert outcomes == [short, short, *rest]
@@ -287,7 +291,8 @@ def test_budgets_and_windows_are_made_before(ledger: Ledger, best_effort: bool) 
             (20, 0),
         ]
     else:
-        assert outcomes == [SKIPPED, SKIPPED, short, SKIPPED]
+        whole = Refused("tenant:a", "tokens", 40, 30, 0, 0, "exhausted", 30)
+        assert outcomes == [SKIPPED, SKIPPED, whole, SKIPPED]
         assert {row.name for row in ledger.rows("budgets") if row.template} == {
             "tenant:a",
             "tenant:b",

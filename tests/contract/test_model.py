@@ -476,6 +476,7 @@ class LedgerMachine(RuleBasedStateMachine):
         finally:
             self.oracle.items = before
         if not best_effort and any(isinstance(o, (Short, Unknown, Conflict)) for o in outcomes):
+            outcomes = self.of_whole(batch, outcomes, new)
             dropped = {request.reservation_id for request, _ in new}
             outcomes = [
                 Skipped() if getattr(one, "reservation_id", None) in dropped else one
@@ -483,6 +484,28 @@ class LedgerMachine(RuleBasedStateMachine):
             ]
             new = []
         return outcomes, new
+
+    def of_whole(
+        self,
+        batch: list[ReserveRequest],
+        outcomes: list[Any],
+        new: list[tuple[ReserveRequest, list[Item]]],
+    ) -> list[Any]:
+        """Refusals of a batch that is none tell what all of it asked of the budget."""
+        total = Counter[str]()
+        for _, items in new:
+            for item in items:
+                total[item.budget] += item.held
+        both = list(zip(batch, outcomes, strict=True))
+        shorts = {one.request_id: out for one, out in both if isinstance(out, Short)}
+        for short in shorts.values():
+            total[short.budget] += short.requested
+        return [
+            self.oracle.short(out.budget, total[out.budget], one.finishing)
+            if isinstance(out, Short) and total[out.budget] != out.requested
+            else out
+            for one, out in both
+        ]
 
     @rule(target=work, asked=lines())
     def go_on(self, asked: list[Asked]) -> Work:

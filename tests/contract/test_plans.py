@@ -178,14 +178,59 @@ def test_a_step_that_is_cancelled_stays_so(funded: Ledger) -> None:
     assert funded.rows("outbox") == []
 
 
-def test_a_repeat_of_the_whole_chain_changes_nothing(funded: Ledger) -> None:
-    steps = planned(funded, 10, 20)
-    before = funded.dump()
-    again = [replace(step, reservation_id=new_id()) for step in steps]
-    assert admit(funded, again) == [
-        AlreadyReserved(step.reservation_id, step.task_id) for step in steps
+def again(steps: list[ReserveRequest], fingerprint: str = "1:same") -> list[ReserveRequest]:
+    """The same chain once more, as another call would ask for it."""
+    plan = new_id()
+    return [
+        replace(
+            step,
+            reservation_id=new_id() if step.step else plan,
+            plan=plan,
+            fingerprint=fingerprint if step.step else step.fingerprint,
+        )
+        for step in steps
     ]
+
+
+def test_a_repeat_of_the_whole_chain_changes_nothing(funded: Ledger) -> None:
+    """Whatever has become of its steps, or was told of them since."""
+    steps = planned(funded, 10, 20, 30)
+    found = AlreadyReserved(steps[0].reservation_id, steps[0].task_id)
+
+    def repeat() -> None:
+        before = funded.dump()
+        assert admit(funded, again(steps)) == [found] * 3
+        assert admit(funded, again(steps, "1:other")) == [found] * 3
+        assert funded.dump() == before
+
+    repeat()
+    funded.run(steps[0]).end(RETURNED)
+    activate(funded, steps[1])
+    repeat()
+    funded.run(steps[1]).end(RAISED)
+    repeat()
+
+
+def test_a_chain_admitted_step_by_step_is_not_planned_afterwards(funded: Ledger) -> None:
+    steps = chain_of(funded, 10, 20)
+    funded.admit(replace(steps[0], plan=None, step=None))
+    before = funded.dump()
+    found = AlreadyReserved(steps[0].reservation_id, steps[0].task_id)
+    assert admit(funded, again(steps)) == [found, found]
     assert funded.dump() == before
+
+
+def test_a_chain_whose_step_was_cancelled_is_not_planned_anew(funded: Ledger) -> None:
+    steps = planned(funded, 10, 20, 30)
+    settlement.cancel(funded.store, funded.settings, steps[1].task_id)
+    before = funded.dump()
+    admit(funded, again(steps))
+    assert funded.dump() == before
+    settlement.cancel(funded.store, funded.settings, steps[0].task_id)
+    # What never ran may be reserved anew, all of it.
+    new = again(steps)
+    assert admit(funded, new) == [Reserved(step.reservation_id) for step in new]
+    assert states(funded, new) == ["reserved", "planned", "planned"]
 
 
 def test_a_turn_and_a_release_at_once(racing: Ledger) -> None:

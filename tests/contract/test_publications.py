@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_all_of_a_unit_or_none_of_it(funded: Ledger) -> None:
         plain("with the second", 2),
         of(third[0], 3),
     ]
-    outcomes = admit(funded, publications)
+    outcomes = admit(funded, publications, partial=True)
     # The first unit takes nothing, whatever of it would have fitted.
     assert [type(outcome).__name__ for outcome in outcomes] == [
         "Skipped",
@@ -74,8 +75,10 @@ def test_all_of_a_unit_or_none_of_it(funded: Ledger) -> None:
 def test_one_request_in_two_units(funded: Ledger) -> None:
     shared, much, little = funded.request(10), funded.request(95), funded.request(1)
     publications = [of(shared, 1), of(much, 1), of(shared, 2), of(little, 2)]
-    outcomes = admit(funded, publications)
+    outcomes = admit(funded, publications, partial=True)
     assert isinstance(outcomes[1], Refused)
+    assert isinstance(outcomes[3], Skipped)
+    assert outcomes[3].because == outcomes[1]
     assert [outcomes[0], outcomes[2], outcomes[3]] == [Skipped(), Skipped(), Skipped()]
     assert written(funded) == set()
     assert admit(funded, [of(shared, 1), of(shared, 2), of(little, 2)]) == [
@@ -101,17 +104,42 @@ def test_what_tells_of_a_request_goes_out_with_it_only(funded: Ledger) -> None:
     assert written(funded) == {known.task_id, new.task_id, "of the new"}
 
 
-@pytest.mark.parametrize("repeats_whole", [False, True])
-def test_a_repeat(funded: Ledger, repeats_whole: bool) -> None:
+def test_what_of_a_canvas_has_no_budget_goes_out_with_what_has(funded: Ledger) -> None:
     request = funded.request(5)
-    admit(funded, [of(request), plain("first")], repeats_whole=repeats_whole)
-    again = ReserveRequest(**{**vars(request), "reservation_id": uuid.uuid4()})
-    admit(funded, [of(again), plain("second")], repeats_whole=repeats_whole)
-    assert written(funded) == {request.task_id, "first", *(() if repeats_whole else ("second",))}
+
+    def publish(one: ReserveRequest, name: str) -> None:
+        admit(
+            funded,
+            [
+                replace(of(one, 1), canvas="nightly"),
+                replace(plain(f"{name} member", 2), canvas="nightly"),
+                plain(f"{name} added by Celery", 1),
+                plain(f"{name} of its own", 3),
+            ],
+        )
+
+    publish(request, "first")
+    publish(replace(request, reservation_id=uuid.uuid4()), "second")
+    assert written(funded) == {
+        request.task_id,
+        "first member",
+        "first added by Celery",
+        "first of its own",
+        "second of its own",
+    }
+
+
+def test_the_same_call_again_writes_nothing_twice(funded: Ledger) -> None:
+    """As after a commit whose answer was lost."""
+    publications = [of(funded.request(5)), plain("one"), plain("two")]
+    first = admit(funded, publications)
+    before = funded.dump()
+    assert admit(funded, publications) == first
+    assert funded.dump() == before
 
 
 def test_messages_without_a_budget_only(funded: Ledger) -> None:
-    assert admit(funded, [plain("one"), plain("two")], repeats_whole=True) == [None, None]
+    assert admit(funded, [plain("one"), plain("two")]) == [None, None]
     assert written(funded) == {"one", "two"}
     assert admit(funded, []) == []
 
