@@ -117,7 +117,7 @@ def test_a_refusal_is_raised_at_the_end_and_the_transaction_goes_on(caller: Call
     with pytest.raises(BudgetExceeded) as refused:
         client.enlisted(block)
     assert reached == [True]
-    assert (refused.value.budget, refused.value.requested) == ("tenant:a", 11)
+    assert (refused.value.budget, refused.value.requested) == ("tenant:a", 12)
     client.write("after")
     client.enlisted(lambda batch: caller.draft.delay("a", 9))
     client.commit()
