@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["MIDDLE_RANK", "RANKS", "WireMessage"]
 
@@ -25,6 +25,7 @@ class WireMessage:
     :ivar queue: where it goes, for people to read.
     :ivar due_us: microseconds since the epoch before which it must not be published; 0 for at once.
     :ivar expires_us: after which it must not be published any more; none for never.
+    :ivar left_us: how long it had until then when a relay took it, by the database's clock.
     :ivar rank: which of several that are due goes first: the smaller one, from 0 on.
     :ivar order_key: messages with one key are published one after another, in the order they were
         written; none for no such order.
@@ -41,3 +42,4 @@ class WireMessage:
     rank: int = MIDDLE_RANK
     order_key: str | None = None
     broker: str = ""
+    left_us: int | None = field(default=None, compare=False)

@@ -6,13 +6,11 @@ import logging
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timezone
 from typing import Any
 from uuid import uuid4
 
 from amqp import exceptions as amqp_errors
 from celery import Celery
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
@@ -165,19 +163,11 @@ class _Link:
             declare=envelope.declare,
             mandatory=envelope.mandatory or (wanted and _is_amqp(connection)),
             immediate=envelope.immediate,
-            expiration=self._expiration(envelope, properties.pop("expiration", None)),
+            expiration=_expiration(message, properties.pop("expiration", None)),
             timeout=self._answer_seconds,
             confirm_timeout=self._answer_seconds,
             **properties,
         )
-
-    def _expiration(self, envelope: Envelope, stored: str | None) -> float | None:
-        """Return how many seconds the message has left now, not when it was captured."""
-        expires = envelope.headers.get("expires")
-        if expires:
-            moment: datetime = maybe_make_aware(maybe_iso8601(expires), self._app.timezone)
-            return max(0.0, (moment - datetime.now(timezone.utc)).total_seconds())
-        return None if stored is None else int(stored) / 1000
 
     def _ready(self) -> tuple[Connection, Producer]:
         """Return the open connection and a producer with a channel on which nothing is outstanding.
@@ -300,6 +290,16 @@ class _Link:
                 connection.release()
             else:
                 connection.collect(PROBE_SECONDS)
+
+
+def _expiration(message: WireMessage, stored: str | None) -> float | None:
+    """Return how many seconds a message has left now, not when it was captured.
+
+    By the database's clock, which decides on everything else: that of this machine may differ.
+    """
+    if message.left_us is not None:
+        return max(0, message.left_us) / 1_000_000
+    return None if stored is None else int(stored) / 1000
 
 
 def _is_amqp(connection: Connection) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -101,9 +101,9 @@ def claim_due(
         Due(
             outbox_id,
             row.reservation_id,
-            message_of(row),
+            replace(message_of(row), left_us=row.left_us),
             before.due_us,
-            bool(row.expired),
+            row.left_us is not None and row.left_us <= 0,
             bool(before.started),
             row.failures,
         )
@@ -124,7 +124,7 @@ _TAKE = (
         due_us=now_us() + sa.bindparam("hold_us", type_=sa.BigInteger),
         taken_by=sa.bindparam("fence"),
     )
-    .returning(outbox, (outbox.c.expires_us <= now_us()).label("expired"))
+    .returning(outbox, (outbox.c.expires_us - now_us()).label("left_us"))
 )
 
 
