@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from celery_budget.core.backoff import backoff_seconds
@@ -139,6 +139,8 @@ class Relay:
         self._publisher = publisher
         self._ended = ended
         self._rests = {name: _Rest() for name in ("", *settings.brokers)}
+        # The result backend, which is waited for on this thread, gets a rest as well.
+        self._results_rest = _Rest()
         # Guards what is in hand: waiting to be published, not to be published now, and confirmed.
         self._lock = threading.Lock()
         self._fence: uuid.UUID | None = None
@@ -233,8 +235,12 @@ class Relay:
             steps["released"] += self._release(fence, due)
             return
         rest = self._rests[due.message.broker]
+        message = due.message
+        if due.started:
+            # It has run: a worker is to give its outcome again, however late.
+            message = replace(message, expires_us=None, left_us=None)
         try:
-            self._publisher.publish(due.message)
+            self._publisher.publish(message)
         except BrokerDown as down:
             rest.begin(self._settings.poll_seconds)
             self._wait_for_broker(fence, due, down)
@@ -265,7 +271,8 @@ class Relay:
             self._aside.extend(self._waiting)
             self._waiting.clear()
         if down.sent:
-            self._reschedule(fence, due, down.error, failed=False)
+            # Longer each time: its queue may be what does not answer.
+            self._reschedule(fence, due, down.error, failed=True)
 
     def _postpone(self, fence: uuid.UUID, due: Due, error: str) -> None:
         """Have a message that failed tried again later; what follows it by its key waits for it."""
@@ -321,20 +328,26 @@ class Relay:
     def _told(self, due: Due, reason: str) -> bool:
         """Store the result of a task that will not run; tell whether that could be done.
 
-        A result backend that is down must not hold up the other messages. Events start no task.
+        A result backend that is down must not hold up the other messages: it is not asked again for
+        a while, longer each time. Events start no task.
         """
+        if not due.message.task_name:
+            return True
+        if self._results_rest.lasts:
+            return False
         try:
-            if due.message.task_name:
-                self._ended(due.message.task_id, reason)
+            self._ended(due.message.task_id, reason)
         except Exception:
             logger.exception("the result of %s could not be stored", _named(due))
+            self._results_rest.begin(FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
             return False
+        self._results_rest.end()
         return True
 
 
 @dataclass
 class _Rest:
-    """For how long a broker that could not be reached is left alone."""
+    """For how long what could not be reached is left alone."""
 
     failures: int = 0
     until: float = 0.0
@@ -343,10 +356,10 @@ class _Rest:
     def lasts(self) -> bool:
         return time.monotonic() < self.until
 
-    def begin(self, first: float) -> None:
+    def begin(self, first: float, longest: float = LONGEST_OUTAGE_SECONDS) -> None:
         """Begin, or go on for longer."""
         self.failures += 1
-        wait = backoff_seconds(self.failures, first, LONGEST_OUTAGE_SECONDS)
+        wait = backoff_seconds(self.failures, first, longest)
         self.until = time.monotonic() + wait
 
     def end(self) -> None:

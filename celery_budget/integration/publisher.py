@@ -31,6 +31,8 @@ ANSWER_SECONDS = 10.0
 PROBE_SECONDS = 1.0
 #: AMQP's codes: nobody to take it, no such exchange.
 UNROUTABLE = (312, 404)
+#: Its number of queue.declare: there 404 says that the node which has the queue is down, for now.
+QUEUE_DECLARE = (50, 10)
 #: The broker ends a connection for what it was sent: no frame, or more than it was told to expect.
 BROKEN_FRAMES = (501, 502, 505)
 
@@ -156,14 +158,14 @@ class _Link:
             message.body,
             content_type=envelope.content_type,
             content_encoding=envelope.content_encoding,
-            headers=envelope.headers,
+            headers=_headers(message, envelope),
             priority=envelope.priority,
             exchange=envelope.exchange,
             routing_key=_without_delay(envelope),
             declare=envelope.declare,
             mandatory=envelope.mandatory or (wanted and _is_amqp(connection)),
             immediate=envelope.immediate,
-            expiration=_expiration(message, properties.pop("expiration", None)),
+            expiration=_expiration(message, envelope, properties.pop("expiration", None)),
             timeout=self._answer_seconds,
             confirm_timeout=self._answer_seconds,
             **properties,
@@ -292,14 +294,22 @@ class _Link:
                 connection.collect(PROBE_SECONDS)
 
 
-def _expiration(message: WireMessage, stored: str | None) -> float | None:
+def _headers(message: WireMessage, envelope: Envelope) -> dict[str, Any]:
+    """Return the headers; without ``expires`` where that does not count any more."""
+    if message.expires_us is None and envelope.headers.get("expires"):
+        return {**envelope.headers, "expires": None}
+    return envelope.headers
+
+
+def _expiration(message: WireMessage, envelope: Envelope, stored: str | None) -> float | None:
     """Return how many seconds a message has left now, not when it was captured.
 
     By the database's clock, which decides on everything else: that of this machine may differ.
     """
     if message.left_us is not None:
         return max(0, message.left_us) / 1_000_000
-    return None if stored is None else int(stored) / 1000
+    expires = envelope.headers.get("expires")
+    return None if stored is None or expires else int(stored) / 1000
 
 
 def _is_amqp(connection: Connection) -> bool:
@@ -343,6 +353,8 @@ def _check_bound(producer: Producer, envelope: Envelope) -> None:
 
 def _unroutable(exc: Exception) -> bool:
     """Whether no queue takes the message, or its exchange is missing."""
+    if getattr(exc, "method_sig", None) == QUEUE_DECLARE:
+        return False
     return getattr(exc, "reply_code", None) in UNROUTABLE or isinstance(exc, _Unbound)
 
 

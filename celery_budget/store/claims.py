@@ -323,6 +323,8 @@ def mark_published(
                 due_us=now_us() + doubled,
                 last_error=None,
                 taken_by=None,
+                # Another relay may have passed it by before it was marked.
+                behind=False,
             )
         )
     let_follow(connection, root, [row.order_key for row in rows])

@@ -276,7 +276,7 @@ def republish(connection: Connection, root: str, seen: Silent) -> bool:
         connection.execute(
             outbox.update()
             .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
-            .values(state="due", due_us=now_us(), taken_by=None)
+            .values(state="due", due_us=now_us(), taken_by=None, behind=False)
         ).rowcount
     )
 
@@ -297,7 +297,7 @@ def make_due(
                 outbox.c.retries == retries,
                 outbox.c.state != "blocked",
             )
-            .values(state="due", due_us=now_us() + wait_us, taken_by=None)
+            .values(state="due", due_us=now_us() + wait_us, taken_by=None, behind=False)
         ).rowcount
     )
 

@@ -117,7 +117,8 @@ def test_what_a_connection_breaks_at_lets_others_pass(funded: Ledger) -> None:
     assert funded.relay() == Relayed(published=1, taken=1)
     assert funded.state(good) == "published"
     row = funded.message(bad)
-    assert (row.state, row.failures, row.last_error) == ("due", 0, "closed")
+    # It waits longer each time: its queue may be what does not answer.
+    assert (row.state, row.failures, row.last_error) == ("due", 1, "closed")
 
 
 def test_a_broker_that_is_down_is_left_alone_longer_and_longer(
@@ -719,3 +720,48 @@ def test_a_long_queue_of_one_key_costs_the_others_nothing(funded: Ledger) -> Non
     while one.run_once(NEVER).again:
         pass
     assert funded.broker.published[1:] == [request.task_id for request in queue[1:]]
+
+
+def test_what_was_passed_by_and_marked_all_the_same_can_be_taken_again(funded: Ledger) -> None:
+    """A slow relay marks what it has published after another one has passed it by."""
+    first = funded.reserve(1, order_key="k", rank=9)
+    second = funded.reserve(1, order_key="k", rank=0)
+    batch = claim(funded)
+    # Its time is over, and another relay finds the second one only, behind the first.
+    funded.put("outbox", {"due_us": 1})
+    assert claim(funded, 1).behind == 1
+    key = (funded.root, batch.fence, batch.messages, 1)
+    assert funded.store.run(claims.mark_published, *key) == 2
+    assert funded.message(second).behind is False
+    for request in (first, second):
+        funded.store.run(outbox.make_due, funded.root, request.reservation_id, 0)
+    assert len(claim(funded).messages) == 2
+
+
+def test_what_has_run_is_published_again_without_its_end(funded: Ledger) -> None:
+    """A worker is to give its outcome again, and would drop what has expired."""
+    request, attempt = funded.start(1, expires_us=funded.now() + 60_000_000)
+    attempt.end(RETURNED)
+    seen: list[WireMessage] = []
+    funded.broker.on_publish = seen.append
+    funded.put("outbox", {"expires_us": 5, "due_us": 5, "state": "due"})
+    assert funded.relay().published == 1
+    assert [(one.expires_us, one.left_us) for one in seen] == [(None, None)]
+    attempt.close()
+    assert funded.state(request) == "settled"
+
+
+def test_a_result_backend_that_is_down_is_asked_once_in_a_while(funded: Ledger) -> None:
+    over = [funded.reserve(1, expires_us=1) for _ in range(3)]
+    good = funded.reserve(1)
+    asked: list[str] = []
+
+    def down(task_id: str, reason: str) -> None:
+        asked.append(task_id)
+        raise ConnectionError("down")
+
+    one = Relay(funded.store, funded.settings, funded.broker, down)
+    assert one.run_once(NEVER).published == 1
+    assert len(asked) == 1
+    assert funded.broker.published == [good.task_id]
+    assert {funded.state(request) for request in over} == {"reserved"}
