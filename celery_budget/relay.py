@@ -45,6 +45,8 @@ LONGEST_WAIT_SECONDS = 60.0
 LONGEST_OUTAGE_SECONDS = 5.0
 #: For which part of its hold a batch is published from; the rest is for the message in hand.
 PUBLISHING = 0.5
+#: Of how many messages without an answer the count is kept.
+MOST_UNANSWERED = 10_000
 #: Why a request ends that was not published in time.
 EXPIRED = "expired"
 
@@ -139,6 +141,8 @@ class Relay:
         self._publisher = publisher
         self._ended = ended
         self._rests = {name: _Rest() for name in ("", *settings.brokers)}
+        # How often each message had no answer, as far as this relay knows, and for a while.
+        self._unanswered: Counter[uuid.UUID] = Counter()
         # The result backend, which is waited for on this thread, gets a rest as well.
         self._results_rest = _Rest()
         # Guards what is in hand: waiting to be published, not to be published now, and confirmed.
@@ -163,6 +167,8 @@ class Relay:
         """
         # What is in hand still, after a fault of the store.
         self.hand_back()
+        if len(self._unanswered) > MOST_UNANSWERED:
+            self._unanswered.clear()
         steps: Counter[str] = Counter()
         again = False
         for broker, rest in self._rests.items():
@@ -256,6 +262,7 @@ class Relay:
                 self._postpone(fence, due, str(error))
         else:
             steps["published"] += 1
+            self._unanswered.pop(due.outbox_id, None)
             with self._lock:
                 self._published.append(due)
         rest.end()
@@ -271,13 +278,15 @@ class Relay:
             self._aside.extend(self._waiting)
             self._waiting.clear()
         if down.sent:
-            # Longer each time: its queue may be what does not answer.
-            self._reschedule(fence, due, down.error, failed=True)
+            # Longer each time: its queue may be what does not answer. No failure of its own.
+            self._unanswered[due.outbox_id] += 1
+            tries = self._unanswered[due.outbox_id]
+            self._reschedule(fence, due, down.error, tries, failed=False)
 
     def _postpone(self, fence: uuid.UUID, due: Due, error: str) -> None:
         """Have a message that failed tried again later; what follows it by its key waits for it."""
         logger.warning("%s is tried again later: %s", _named(due), error)
-        self._reschedule(fence, due, error, failed=True)
+        self._reschedule(fence, due, error, due.failures + 1, failed=True)
         key = due.message.order_key
         if key is None:
             return
@@ -285,8 +294,10 @@ class Relay:
             self._aside.extend(one for one in self._waiting if one.message.order_key == key)
             self._waiting = deque(one for one in self._waiting if one.message.order_key != key)
 
-    def _reschedule(self, fence: uuid.UUID, due: Due, error: str, *, failed: bool) -> None:
-        wait = backoff_seconds(due.failures + 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+    def _reschedule(
+        self, fence: uuid.UUID, due: Due, error: str, tries: int, *, failed: bool
+    ) -> None:
+        wait = backoff_seconds(tries, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
         self._store.run(
             claims.reschedule,
             self._settings.root,

@@ -117,8 +117,7 @@ def test_what_a_connection_breaks_at_lets_others_pass(funded: Ledger) -> None:
     assert funded.relay() == Relayed(published=1, taken=1)
     assert funded.state(good) == "published"
     row = funded.message(bad)
-    # It waits longer each time: its queue may be what does not answer.
-    assert (row.state, row.failures, row.last_error) == ("due", 1, "closed")
+    assert (row.state, row.failures, row.last_error) == ("due", 0, "closed")
 
 
 def test_a_broker_that_is_down_is_left_alone_longer_and_longer(
@@ -765,3 +764,24 @@ def test_a_result_backend_that_is_down_is_asked_once_in_a_while(funded: Ledger) 
     assert len(asked) == 1
     assert funded.broker.published == [good.task_id]
     assert {funded.state(request) for request in over} == {"reserved"}
+
+
+def test_what_is_not_answered_is_tried_less_and_less(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue may be what does not confirm; none of it counts as its own failure."""
+    waits: list[int] = []
+
+    def backoff(tries: int, first: float, longest: float) -> float:
+        waits.append(tries)
+        return 0.0
+
+    monkeypatch.setattr(relay, "backoff_seconds", backoff)
+    request = funded.reserve(1)
+    funded.broker.on_publish = refusing(BrokerDown("no answer", sent=True), request)
+    one = a_relay(funded)
+    for _ in range(3):
+        one.run_once(NEVER)
+    # Each time the broker's own rest, then the message's.
+    assert waits[1::2] == [1, 2, 3]
+    assert funded.message(request).failures == 0

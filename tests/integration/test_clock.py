@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_budget import budgeted
 from celery_budget.core import identity
-from celery_budget.store import schema
+from celery_budget.core.identity import new_id
+from celery_budget.store import claims, schema
 from tests.integration.support import Shop
 
 HOUR = 3600
@@ -91,3 +93,15 @@ def test_what_is_over_by_the_database_is_over(on_both: Shop, work: Any, clock: C
     clock.shift(-100 * HOUR)
     assert on_both.relay().released == 1
     assert on_both.amounts("tenant:a") == (0, 0, 10)
+
+
+def test_what_has_run_goes_out_without_its_end(on_both: Shop, work: Any) -> None:
+    work.apply_async((1,), expires=600)
+    batch = on_both.budget.store.run(
+        claims.claim_due, on_both.budget.settings.root, "", 1, 60_000_000, new_id()
+    )
+    [due] = batch.messages
+    on_both.publisher.publish(replace(due.message, expires_us=None, left_us=None))
+    [message] = on_both.received()
+    assert message.headers["expires"] is None
+    assert "expiration" not in message.properties
