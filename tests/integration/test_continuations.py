@@ -10,7 +10,6 @@ import pytest
 from celery import chain, chord, group, states
 
 from celery_budget import BudgetExceeded, InvalidAmount, UnknownBudget
-from celery_budget.errors import PolicyError
 from tests.apps import steps
 from tests.cluster import eventually
 from tests.integration.tenant import WAIT, Tenant
@@ -121,10 +120,8 @@ def test_a_step_that_does_not_fit_waits_for_budget(tenant: Tenant, first: str) -
     [
         (lambda tenant: tenant.task("work").s("nobody"), UnknownBudget),
         (lambda tenant: tenant.task("priced").s(tenant.name), InvalidAmount),
-        (lambda tenant: tenant.task("work").s(tenant.name).set(request_id="r"), PolicyError),
-        (lambda tenant: tenant.task("work").s(tenant.name).set(request_id=7), PolicyError),
     ],
-    ids=["unknown budget", "bad estimate", "request id", "bad request id"],
+    ids=["unknown budget", "bad estimate"],
 )
 def test_a_step_that_cannot_be_admitted_fails_and_not_the_one_before(
     tenant: Tenant, first: str, step: Callable[[Tenant], Any], error: type[Exception]
