@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from uuid import uuid4
 
@@ -73,10 +75,23 @@ def running(servers: Servers, postgres_server: PostgresServer) -> Iterator[Sides
     with make_sides(servers, database, (f"{name}-plain", f"{name}-budget"), **settings) as sides:
         app, budget = sides.budget.app, sides.budget.shop.budget
         relay = RelayService(budget)
-        with current(app), start_worker(app, perform_ping_check=False, shutdown_timeout=60):
+        worker = start_worker(app, perform_ping_check=False, shutdown_timeout=60)
+        with logging_kept(), current(app), worker:
             relay.start()
             yield sides
             relay.stop()
+
+
+@contextmanager
+def logging_kept() -> Iterator[None]:
+    """Give the root logger back as it was: a worker sets its level and handlers."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 @pytest.fixture
