@@ -69,7 +69,7 @@ def admitted(cluster: Cluster) -> int:
 
 
 def handed_back(cluster: Cluster, stops: int = 1) -> None:
-    """Check that the batch is free again, but for what may have got to the broker: one each stop."""
+    """Check that the batch is free again, but for one that each stop may have left on its way."""
     assert free(cluster) >= JOBS - stops
     assert cluster.budget.relays() == ()
 
