@@ -17,7 +17,10 @@ from datetime import time as clock_time
 from decimal import Decimal
 from enum import Enum
 
-__all__ = ["Fingerprint", "derived_id", "fingerprint", "new_id", "task_id_of"]
+from celery_budget.core.budgets import check_text
+from celery_budget.errors import InvalidName, PolicyError
+
+__all__ = ["Fingerprint", "checked_id", "derived_id", "fingerprint", "new_id", "task_id_of"]
 
 _NAMESPACE = uuid.UUID("6d1f7c0e-55f0-5a4c-9a53-0d1c8a1e2b70")
 
@@ -33,6 +36,17 @@ def new_id() -> uuid.UUID:
     value |= (nanoseconds * 4096 // 1_000_000) << 64 | 0x2 << 62
     value |= int.from_bytes(os.urandom(8), "big") >> 2
     return uuid.UUID(int=value)
+
+
+def checked_id(what: str, value: object) -> str:
+    """Return an id if the ledger can hold it: text without control characters.
+
+    :raises PolicyError: otherwise.
+    """
+    try:
+        return check_text(value, what)
+    except InvalidName as exc:
+        raise PolicyError(str(exc)) from exc
 
 
 def derived_id(*names: str) -> uuid.UUID:

@@ -22,8 +22,7 @@ from celery.result import EagerResult
 from celery.utils.nodenames import gethostname
 
 from celery_budget import settlement
-from celery_budget.core.budgets import check_text
-from celery_budget.core.identity import new_id, task_id_of
+from celery_budget.core.identity import checked_id, new_id, task_id_of
 from celery_budget.core.reservations import (
     AlreadyReserved,
     Closed,
@@ -31,7 +30,7 @@ from celery_budget.core.reservations import (
     Refused,
     ReserveRequest,
 )
-from celery_budget.errors import AttemptLost, InvalidName, PolicyError, RequestNotRun
+from celery_budget.errors import AttemptLost, PolicyError, RequestNotRun
 from celery_budget.integration.context import (
     BOOT_ID,
     attach,
@@ -136,7 +135,7 @@ def with_task_id(
     if request_id is None or position.get("task_id") or given.get("task_id"):
         return given
     terms: Terms = task.budget_terms(tuple(args), kwargs)
-    named = _checked_id("request_id", request_id)
+    named = checked_id("request_id", request_id)
     return {**given, "task_id": task_id_of(terms.evaluation.budget, named)}
 
 
@@ -226,7 +225,7 @@ def _request(
     if type(finishing) is not bool:
         raise PolicyError(f"finishing= of {task.name} is {finishing!r}; give True or False")
     owner = terms.evaluation.budget
-    task_id = _checked_id("a task id", options.get("task_id") or _id_of(owner, request_id))
+    task_id = checked_id("a task id", options.get("task_id") or _id_of(owner, request_id))
     if request_id is not None and task_id != _id_of(owner, request_id):
         raise PolicyError(
             f"request id {request_id!r} stands for task {_id_of(owner, request_id)}, and the "
@@ -254,14 +253,7 @@ def _request(
 def _id_of(owner: str, request_id: object) -> str:
     if request_id is None:
         return str(uuid4())
-    return task_id_of(owner, _checked_id("request_id", request_id))
-
-
-def _checked_id(what: str, value: object) -> str:
-    try:
-        return check_text(value, what)
-    except InvalidName as exc:
-        raise PolicyError(str(exc)) from exc
+    return task_id_of(owner, checked_id("request_id", request_id))
 
 
 def _nesting(task_id: str, options: dict[str, Any]) -> int:

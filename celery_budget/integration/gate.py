@@ -19,7 +19,7 @@ from celery._state import get_current_worker_task
 
 from celery_budget import admission
 from celery_budget.admission import Publication
-from celery_budget.core.identity import new_id, task_id_of
+from celery_budget.core.identity import checked_id, new_id, task_id_of
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     Admitted,
@@ -45,7 +45,7 @@ from celery_budget.integration.context import (
     header,
     parse_header,
 )
-from celery_budget.integration.ids import checked_id, fix_link_ids
+from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt

@@ -10,9 +10,8 @@ from typing import Any
 
 from celery import Celery
 
-from celery_budget.core.budgets import check_text
-from celery_budget.core.identity import derived_id
-from celery_budget.errors import InvalidName, PolicyError
+from celery_budget.core.identity import checked_id, derived_id
+from celery_budget.errors import PolicyError
 from celery_budget.integration.inline import INLINE_TASKS, gated_task
 from celery_budget.integration.task import policy_of
 from celery_budget.integration.terms import CANVAS, terms_of
@@ -21,7 +20,6 @@ __all__ = [
     "begins_with_budget",
     "check_parts",
     "check_whole",
-    "checked_id",
     "fix_link_ids",
     "identified",
 ]
@@ -31,17 +29,6 @@ CANVASES = ("chain", "group", "chord")
 
 #: Gives the options of the task at a path in a canvas.
 Options = Callable[[str, dict[str, Any]], dict[str, Any]]
-
-
-def checked_id(what: str, value: object) -> str:
-    """Return an id if the ledger can hold it: text without control characters.
-
-    :raises PolicyError: otherwise.
-    """
-    try:
-        return check_text(value, what)
-    except InvalidName as exc:
-        raise PolicyError(str(exc)) from exc
 
 
 def fix_link_ids(embed: dict[str, Any], reservation_id: uuid.UUID) -> dict[str, Any]:
