@@ -20,8 +20,8 @@ setup: $(FULL) ## create .venv with the package and all development tools
 demo: $(BASE) ## run the demo (FILES="..." are passed on)
 	$(BIN)/python examples/demo/run.py $(FILES)
 
-test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on; -n 0 for one process)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 simulate: $(FULL) ## run the simulator of concurrent clients (SEEDS=7, SEEDS=1..1000)
 	SEEDS="$(or $(SEEDS),1..100)" $(BIN)/python -m pytest tests/simulation $(ARGS)

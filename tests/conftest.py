@@ -25,9 +25,20 @@ from tests.services.redis import ExternalRedis, RedisServer
 
 Owned = TypeVar("Owned", bound=Service)
 
+SERVERS = ("POSTGRES", "REDIS", "RABBITMQ")
+
 # The machines that run this are small and shared: how long an example takes says nothing.
 settings.register_profile("budget", deadline=None, print_blob=True)
 settings.load_profile("budget")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """In how many processes to test: most tests wait; each process has servers of its own.
+
+    Where one is given by its URL, and so would be shared, in this process alone.
+    """
+    given = any(os.environ.get(f"BUDGET_TEST_{name}_URL") for name in SERVERS)
+    return 0 if given else (os.cpu_count() or 1) + 1
 
 
 def _missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,16 +17,29 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 REFUSE = "#!/bin/sh\nexit 101\n"
 
 
-def install(package: str) -> None:
-    """Install one package with apt-get as root; raises ServiceUnavailable with what apt said.
+def find_or_install(package: str, *programs: Callable[[], Path | None]) -> list[Path]:
+    """Return where a package's programs are; where one is missing, install it with apt-get as root.
 
-    Two test runs at once install one after the other.
+    Several test processes at once look one after the other, so that none sees half a package.
+    Raises ServiceUnavailable with what is missing, or what apt said.
     """
+    with _one_at_a_time():
+        found = [find() for find in programs]
+        if not all(found):
+            _install(package)
+            found = [find() for find in programs]
+    there = [path for path in found if path is not None]
+    if len(there) < len(programs):
+        raise ServiceUnavailable(f"{package} was installed but its programs were not found")
+    return there
+
+
+def _install(package: str) -> None:
     if os.geteuid() != 0:
         raise ServiceUnavailable(f"{package} is not installed and only root may install it")
     if shutil.which("apt-get") is None:
         raise ServiceUnavailable(f"{package} is not installed and there is no apt-get")
-    with _one_at_a_time(), _no_services():
+    with _no_services():
         _apt_get("update")
         _apt_get("install", "--yes", "--no-install-recommends", package)
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 from tests.services.base import LOOPBACK, Service, ServiceUnavailable, give_to, unprivileged
-from tests.services.debian import install
+from tests.services.debian import find_or_install
 from tests.services.postgres import SUPERUSER, PostgresServer, plain_url
 
 HOW_TO_GET = "install the system package pgbouncer"
@@ -65,16 +65,10 @@ class PgBouncer(Service):
         return parts.geturl()
 
     def _prepare(self) -> None:
-        program = find_program()
-        if program is None:
-            try:
-                install("pgbouncer")
-            except ServiceUnavailable as error:
-                raise ServiceUnavailable(f"no pgbouncer, and {error}; {HOW_TO_GET}") from error
-            program = find_program()
-        if program is None:
-            raise ServiceUnavailable("pgbouncer is missing after its package's installation")
-        self._program = program
+        try:
+            [self._program] = find_or_install("pgbouncer", find_program)
+        except ServiceUnavailable as error:
+            raise ServiceUnavailable(f"{error}; {HOW_TO_GET}") from error
 
     def _launch(self) -> None:
         configuration = self.folder / "pgbouncer.ini"

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -33,7 +34,7 @@ from tests.services.base import (
     give_to,
     unprivileged,
 )
-from tests.services.debian import install
+from tests.services.debian import find_or_install
 
 HOW_TO_GET = "install the system package rabbitmq-server, or set BUDGET_TEST_RABBITMQ_URL"
 PROGRAMS = Path("/usr/lib/rabbitmq/bin")
@@ -174,18 +175,13 @@ class RabbitServer(_Broker, Service):
 
     def _find_programs(self) -> None:
         names = ("rabbitmq-server", "rabbitmqctl")
-        if not all(find_program(name) for name in names):
-            try:
-                install("rabbitmq-server")
-            except ServiceUnavailable as error:
-                raise ServiceUnavailable(
-                    f"no rabbitmq-server in {PROGRAMS} nor on PATH, and {error}; {HOW_TO_GET}"
-                ) from error
-        for name in names:
-            program = find_program(name)
-            if program is None:
-                raise ServiceUnavailable(f"{name} is missing after its package's installation")
-            self._programs[name] = program
+        try:
+            found = find_or_install(
+                "rabbitmq-server", *(partial(find_program, name) for name in names)
+            )
+        except ServiceUnavailable as error:
+            raise ServiceUnavailable(f"{error}; {HOW_TO_GET}") from error
+        self._programs = dict(zip(names, found, strict=True))
 
     def _environment(self) -> dict[str, str]:
         kept = {
