@@ -7,12 +7,14 @@
 from celery_budget.core.budgets import Balance, Budget, Share
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
+from celery_budget.core.prices import cost
 from celery_budget.errors import (
     AttemptLost,
     BudgetError,
     BudgetExceeded,
     ClaimLost,
     ConfigurationError,
+    EffectError,
     EnlistError,
     EstimateError,
     HoldsOpen,
@@ -20,21 +22,27 @@ from celery_budget.errors import (
     InvalidBudget,
     InvalidName,
     InvalidPeriod,
+    InvalidReply,
     KeyConflict,
+    MissingExtra,
     NotInstalled,
     NotQuarantined,
+    NotRunning,
     OutboxFull,
     PolicyError,
     RequestConflict,
     RequestNotRun,
     RequestRuns,
+    ReservationExhausted,
     SchemaError,
     StoreError,
     UnknownBudget,
+    UnknownPrice,
     UnknownRequest,
     UnsupportedPublication,
 )
 from celery_budget.integration import usage
+from celery_budget.integration.effects import asettle, effect, settle
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.integration.task import BudgetedTask, budgeted
 
@@ -49,6 +57,7 @@ __all__ = [
     "CeleryBudget",
     "ClaimLost",
     "ConfigurationError",
+    "EffectError",
     "EnlistError",
     "EstimateError",
     "HoldsOpen",
@@ -56,21 +65,30 @@ __all__ = [
     "InvalidBudget",
     "InvalidName",
     "InvalidPeriod",
+    "InvalidReply",
     "KeyConflict",
+    "MissingExtra",
     "NotInstalled",
     "NotQuarantined",
+    "NotRunning",
     "OutboxFull",
     "Period",
     "PolicyError",
     "RequestConflict",
     "RequestNotRun",
     "RequestRuns",
+    "ReservationExhausted",
     "SchemaError",
     "Share",
     "StoreError",
     "UnknownBudget",
+    "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",
+    "asettle",
     "budgeted",
+    "cost",
+    "effect",
+    "settle",
     "usage",
 ]

@@ -14,6 +14,7 @@ __all__ = [
     "BudgetExceeded",
     "ClaimLost",
     "ConfigurationError",
+    "EffectError",
     "EnlistError",
     "EstimateError",
     "HoldsOpen",
@@ -21,17 +22,22 @@ __all__ = [
     "InvalidBudget",
     "InvalidName",
     "InvalidPeriod",
+    "InvalidReply",
     "KeyConflict",
+    "MissingExtra",
     "NotInstalled",
     "NotQuarantined",
+    "NotRunning",
     "OutboxFull",
     "PolicyError",
     "RequestConflict",
     "RequestNotRun",
     "RequestRuns",
+    "ReservationExhausted",
     "SchemaError",
     "StoreError",
     "UnknownBudget",
+    "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",
 ]
@@ -65,12 +71,40 @@ class EnlistError(BudgetError):
     """A connection cannot be enlisted, or not used as it is while one is. Nothing was changed."""
 
 
+class EffectError(BudgetError, ValueError):
+    """An effect, a step or a settlement cannot be as it was asked for. Nothing was changed."""
+
+
+class NotRunning(BudgetError):
+    """What is for a running task with a budget was asked for where none runs.
+
+    :param what: what was asked for.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} is for a task with a budget while it runs, and none runs in this thread; "
+            "call it in the body of one that a worker, or apply(), runs"
+        )
+
+
 class InvalidAmount(BudgetError, ValueError):
     """An amount is not an integer from 0 to 2^63-1. Nothing was changed."""
 
 
 class InvalidName(BudgetError, ValueError):
     """A budget's name is not text of 1 to 255 characters in NFC without control characters."""
+
+
+class InvalidReply(BudgetError, ValueError):
+    """A provider's reply does not tell what it used, or not in a way that can be read.
+
+    Nothing was recorded. Of a stream, which is over when this is found out, the estimate was.
+    """
 
 
 class InvalidPeriod(BudgetError, ValueError):
@@ -169,6 +203,73 @@ class RequestRuns(BudgetError):
         return (
             f"task {self.task_id} is {self.state} and cannot be cancelled; to end a running one: "
             f"app.control.revoke({self.task_id!r}, terminate=True)"
+        )
+
+
+class MissingExtra(BudgetError):
+    """Something needs a package that is not installed. Nothing was changed.
+
+    :param what: what was to be done.
+    :param extra: the extra of celery-budget that brings the package.
+    """
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(what, extra)
+        self.what = what
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} needs a package that is not installed: pip install "
+            f"'celery-budget[{self.extra}]'"
+        )
+
+
+class UnknownPrice(BudgetError, LookupError):
+    """There is no price for a model. Nothing was reserved.
+
+    Where a reply was recorded: its other units were, and in money the estimate, flagged.
+
+    :param model: the model's name; empty where none is known.
+    :param provider: whose price was looked for; none for any.
+    """
+
+    def __init__(self, model: str, provider: str | None = None) -> None:
+        super().__init__(model, provider)
+        self.model = model
+        self.provider = provider
+
+    def __str__(self) -> str:
+        if not self.model:
+            return "the reply does not name its model, and has no price without; give model="
+        of = f" of {self.provider!r}" if self.provider else ""
+        return (
+            f"there is no price for all that the model {self.model!r}{of} charges; give provider= "
+            "where the name alone does not tell it, or set its price in budget_prices"
+        )
+
+
+class ReservationExhausted(BudgetError):
+    """A task with ``stop_at_hold=True`` has used more than is reserved for it. All is recorded.
+
+    :param budget: the budget of which it was more.
+    :param unit: what that counts.
+    :param used: how much the request has used.
+    :param reserved: how much was reserved for it.
+    """
+
+    def __init__(self, budget: str, unit: str, used: int, reserved: int) -> None:
+        super().__init__(budget, unit, used, reserved)
+        self.budget = budget
+        self.unit = unit
+        self.used = used
+        self.reserved = reserved
+
+    def __str__(self) -> str:
+        return (
+            f"the task has used {self.used} {self.unit} of budget {self.budget!r}, and "
+            f"{self.reserved} were reserved; it is recorded in full: stop, or reserve more with "
+            "usage.extend"
         )
 
 

@@ -2,7 +2,7 @@
 
 Attempts whose lease lapsed, attempts that ended without being closed, and published messages that
 were never started. All of it is found without locks and looked at again behind the lock of its
-reservation before it is changed, so that several may run.
+reservation before it is changed, so that several may run. What is kept no longer is deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from celery_budget.core.reservations import Released
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, lapses, outbox, reservations
+from celery_budget.store import Store, attempts, effects, lapses, outbox, reservations
 from celery_budget.store.lapses import REPLAY_LEASES
 
 __all__ = ["Recovered", "Results", "run_once"]
@@ -25,7 +25,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LIMIT = 100
-#: How often in one pass that many messages are deleted that are kept no longer.
+#: How often in one pass that many messages, and effects, are deleted that are kept no longer.
 PRUNES = 100
 
 
@@ -76,6 +76,9 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
             steps[step] += 1
     for _ in range(PRUNES):
         if store.run(outbox.prune, settings.root, LIMIT) < LIMIT:
+            break
+    for _ in range(PRUNES):
+        if store.run(effects.prune, settings.root, settings.effect_retention_us, LIMIT) < LIMIT:
             break
     return Recovered(**steps)
 

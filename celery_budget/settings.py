@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from celery_budget.core.budgets import check_name
+from celery_budget.core.budgets import check_name, check_unit
 from celery_budget.core.reservations import Again
+from celery_budget.core.usage import MONEY
 from celery_budget.errors import ConfigurationError
 
 __all__ = ["PREFIX", "Settings"]
@@ -59,9 +61,14 @@ class Settings:
     :ivar republish_seconds: after this time a published message that was never started is
         published again; doubled each time.
     :ivar park_seconds: how long a parked request waits for budget.
+    :ivar effect_retention_seconds: how long the proofs of a request's effects are kept after its
+        end; at least as long as any message of it may still come.
     :ivar outcome_bytes: up to this size a return value is kept until its attempt is closed, so
         that a crash in between can be made good.
     :ivar lock_seconds: how long a statement waits for a lock before it fails as retryable.
+    :ivar money_unit: the unit of budgets in money: millionths of a dollar.
+    :ivar prices: prices of models by their names, before those of the genai-prices package; each
+        by that package's names, in dollars.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -80,8 +87,11 @@ class Settings:
     sweep_seconds: float = 1.0
     republish_seconds: float = 300.0
     park_seconds: float = 86_400.0
+    effect_retention_seconds: float = 604_800.0
     outcome_bytes: int = 1_048_576
     lock_seconds: float = 5.0
+    money_unit: str = MONEY
+    prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -108,6 +118,11 @@ class Settings:
     def republish_us(self) -> int:
         """:attr:`republish_seconds` in microseconds."""
         return int(self.republish_seconds * 1_000_000)
+
+    @property
+    def effect_retention_us(self) -> int:
+        """:attr:`effect_retention_seconds` in microseconds."""
+        return int(self.effect_retention_seconds * 1_000_000)
 
     @property
     def again(self) -> Again:
@@ -149,14 +164,29 @@ class Settings:
             raise ConfigurationError(
                 f"{PREFIX}unreserved is {self.unreserved!r}; give 'admit' or 'reject'"
             )
-        try:
-            check_name(self.root)
-        except ValueError as exc:
-            raise ConfigurationError(f"{PREFIX}root: {exc}") from exc
+        for name, check in (("root", check_name), ("money_unit", check_unit)):
+            try:
+                check(getattr(self, name))
+            except ValueError as exc:
+                raise ConfigurationError(f"{PREFIX}{name}: {exc}") from exc
         if self.lease_seconds < 1:
             raise ConfigurationError(
                 f"{PREFIX}lease_seconds is {self.lease_seconds}; a lease shorter than a second "
                 "lapses under a worker that runs"
+            )
+        for name in ("lease_seconds", "park_seconds", "republish_seconds"):
+            self.check_retention(PREFIX + name, getattr(self, name))
+
+    def check_retention(self, name: str, seconds: float) -> None:
+        """Check that effects are kept for as long as a message may come again.
+
+        :param name: the setting after whose ``seconds`` it may.
+        :raises ConfigurationError: where they are not.
+        """
+        if self.effect_retention_seconds < seconds:
+            raise ConfigurationError(
+                f"{PREFIX}effect_retention_seconds is {self.effect_retention_seconds}, and by "
+                f"{name} a message may come again after {seconds} s; give at least that"
             )
 
 
@@ -168,6 +198,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
     if name == "brokers":
         return _brokers(value)
+    if name == "prices":
+        return _prices(value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     most = MOST_OF.get(name, MOST)
     if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
@@ -193,3 +225,29 @@ def _brokers(value: Any) -> dict[str, str]:
                 f"{PREFIX}brokers has no URL for {name!r}; give one like 'amqp://user@host//'"
             )
     return dict(value)
+
+
+def _prices(value: Any) -> dict[str, dict[str, Decimal]]:
+    """Return prices of models as a copy; which names a price may have is seen where it is used."""
+    form = "give {'MODEL': {'input_mtok': 0.15, 'output_mtok': 0.6}}"
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{PREFIX}prices is no mapping of models to prices; {form}")
+    prices: dict[str, dict[str, Decimal]] = {}
+    for model, given in value.items():
+        if not isinstance(model, str) or not isinstance(given, Mapping) or not given:
+            raise ConfigurationError(f"{PREFIX}prices has {model!r}: {given!r}; {form}")
+        prices[model] = {name: _price(model, name, one) for name, one in given.items()}
+    return prices
+
+
+def _price(model: str, name: Any, value: Any) -> Decimal:
+    try:
+        price = None if isinstance(value, bool) else Decimal(str(value))
+    except InvalidOperation:
+        price = None
+    if not isinstance(name, str) or price is None or not price.is_finite() or price < 0:
+        raise ConfigurationError(
+            f"{PREFIX}prices has {value!r} for {name!r} of {model!r}; give a number of dollars "
+            "from 0, such as 0.15 or '0.15'"
+        )
+    return price

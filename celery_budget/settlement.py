@@ -8,16 +8,21 @@ from __future__ import annotations
 import re
 import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_unit
 from celery_budget.core.reservations import (
     AlreadyExtended,
+    AlreadyRecorded,
+    Begun,
     Claimed,
     Closed,
     Ended,
     Extended,
+    Happened,
     Missing,
     Outcome,
     Recorded,
@@ -28,17 +33,23 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
+from celery_budget.core.usage import Used
+from celery_budget.errors import EnlistError, ReservationExhausted, StoreError
 from celery_budget.settings import Settings
 from celery_budget.store import (
+    Connection,
     Store,
     attempts,
     continuations,
+    effects,
+    enlisted,
     in_place,
     lapses,
     reservations,
     usage,
 )
 from celery_budget.store.attempts import Delivery
+from celery_budget.store.enlisted import Enlisted
 from celery_budget.store.in_place import NotStarted, Standing
 from celery_budget.store.lapses import REPLAY_LEASES
 
@@ -46,6 +57,7 @@ __all__ = [
     "Attempt",
     "Delivery",
     "Standing",
+    "Within",
     "cancel",
     "claim",
     "go_on",
@@ -56,6 +68,9 @@ __all__ = [
     "worker_lost",
 ]
 
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_KEY_LENGTH = 255
 
@@ -75,6 +90,7 @@ def claim(
     if isinstance(claimed, (Claimed, Replay)):
         return Attempt(
             store,
+            settings,
             delivery.root,
             delivery.reservation_id,
             claimed.attempt,
@@ -100,7 +116,7 @@ def start(
     started = store.run(in_place.start, request, delivery, claim_id, settings.lease_us)
     if not isinstance(started, Claimed):
         return started
-    return _in_place(store, delivery, started)
+    return _in_place(store, settings, delivery, started)
 
 
 def go_on(
@@ -127,12 +143,15 @@ def go_on(
         claim_id,
         settings.lease_us,
     )
-    return _in_place(store, delivery, claimed) if isinstance(claimed, Claimed) else claimed
+    if not isinstance(claimed, Claimed):
+        return claimed
+    return _in_place(store, settings, delivery, claimed)
 
 
-def _in_place(store: Store, delivery: Delivery, claimed: Claimed) -> Attempt:
+def _in_place(store: Store, settings: Settings, delivery: Delivery, claimed: Claimed) -> Attempt:
     return Attempt(
         store,
+        settings,
         delivery.root,
         delivery.reservation_id,
         claimed.attempt,
@@ -150,6 +169,18 @@ def standing(store: Store, settings: Settings, task_id: str) -> Standing | None:
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 
+#: What identifies a usage record, and what was used.
+_Record = tuple[str, uuid.UUID, int, str, Used]
+
+
+@dataclass(frozen=True)
+class Within:
+    """Where an attempt was settled by its task: the caller's transaction, and what it returns."""
+
+    transaction: Enlisted
+    value: object
+
+
 @dataclass
 class Attempt:
     """One claimed attempt, in the hands of whoever claimed it.
@@ -161,9 +192,14 @@ class Attempt:
     :ivar error: what the task's call raised; none where it returned.
     :ivar settled: whether the reservation is settled and the attempt waits to be closed.
     :ivar in_place: whether it runs in its caller's process: its end closes it.
+    :ivar stop_at_hold: whether it stops where it has used more than is held for it.
+    :ivar exhausted: in which units it has, with what it stops by.
+    :ivar unfinished: what records the streams of replies that it still reads.
+    :ivar within: where its own task has settled it; that may be rolled back.
     """
 
     store: Store
+    settings: Settings
     root: str
     reservation_id: uuid.UUID
     number: int
@@ -175,22 +211,57 @@ class Attempt:
     replaced: bool = False
     error: BaseException | None = None
     in_place: bool = False
+    stop_at_hold: bool = False
+    exhausted: dict[str, ReservationExhausted] = field(default_factory=dict)
+    unfinished: list[Callable[[], None]] = field(default_factory=list)
+    within: Within | None = None
+    _unsure: list[_Record] = field(default_factory=list)
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def record(self, amount: object, key: object = None, unit: object = None) -> bool:
-        """Record usage; see :func:`celery_budget.usage.record`."""
-        outcome = self.store.wait_out(
-            self.stop,
-            usage.record,
-            self.root,
-            self.reservation_id,
-            self.number,
-            self._written(key),
-            check_amount(amount, "recorded usage"),
-            None if unit is None else check_unit(unit),
-        )
-        return isinstance(outcome, Recorded)
+        """Record an amount; see :func:`celery_budget.usage.record`."""
+        checked = check_amount(amount, "recorded usage")
+        return self.write(Used({None if unit is None else check_unit(unit): checked}), key)[0]
+
+    def write(self, used: Used, key: object = None) -> tuple[bool, tuple[str, ...]]:
+        """Record what was used; whether any of it is new, and in which units it counts.
+
+        :raises ReservationExhausted: where the attempt is to stop at its hold and has gone over;
+            what was used is recorded.
+        """
+        record = (self.root, self.reservation_id, self.number, self._written(key), used)
+        outcome = self._recorded(record)
+        if isinstance(outcome, Recorded) and outcome.exceeded is not None:
+            over = outcome.exceeded
+            self.exhausted[over.unit] = ReservationExhausted(
+                over.budget, over.unit, over.used, over.reserved
+            )
+        self.check()
+        return isinstance(outcome, Recorded), outcome.units
+
+    def check(self) -> None:
+        """Stop an attempt that is to stop at its hold.
+
+        :raises ReservationExhausted: where it has gone over.
+        """
+        if self.stop_at_hold:
+            for error in self.exhausted.values():
+                raise ReservationExhausted(*error.args)
+
+    def remaining(self, unit: object = None) -> int:
+        """Return what is left of the hold; see :func:`celery_budget.usage.remaining`."""
+        of = (self.root, self.reservation_id, None if unit is None else check_unit(unit))
+        caller = self._caller()
+        if caller is not None:
+            return caller.run(usage.remaining, *of)
+        return self.store.wait_out_reading(self.stop, usage.remaining, *of)
+
+    def finish_streams(self) -> None:
+        """Record what arrived in streams of replies that were not read to their end."""
+        while self.unfinished:
+            # It takes itself off the list.
+            self.unfinished[-1]()
 
     def extend(
         self, amount: object, key: object = None, unit: object = None
@@ -198,14 +269,64 @@ class Attempt:
         """Hold more, all or nothing; see :func:`celery_budget.usage.extend`."""
         checked = check_amount(amount, "the extension")
         written = self._written(key)
-        return self.store.wait_out(
-            self.stop,
+        outcome = self._run(
             attempts.extend,
             *self._key,
             written,
             checked,
             None if unit is None else check_unit(unit),
         )
+        if isinstance(outcome, Extended):
+            # More is held now: what comes next is measured by that.
+            for extended in list(self.exhausted) if unit is None else [str(unit)]:
+                self.exhausted.pop(extended, None)
+        return outcome
+
+    def _recorded(self, record: _Record) -> Recorded | AlreadyRecorded:
+        """Record by a connection of the ledger's own, committed at once; else in the caller's.
+
+        There it may be rolled back: the end of the attempt records it once more.
+        """
+        caller = self._caller()
+        if caller is None:
+            try:
+                return self.store.wait_out(self.stop, usage.record, *record)
+            except StoreError:
+                # A balance that the caller has locked: it would be waited for for ever.
+                caller = next((one for one in self._open() if not one.is_async), None)
+                if caller is None:
+                    raise
+        try:
+            outcome = caller.run(usage.record, *record)
+        except (EnlistError, StoreError):
+            self._unsure.append(record)
+            raise
+        self._unsure.append(record)
+        return outcome
+
+    def _run(
+        self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Wait for ``function(connection, …)``, in a caller's transaction where that has to be."""
+        caller = self._caller()
+        if caller is None:
+            return self.store.wait_out(self.stop, function, *args, **kwargs)
+        return caller.run(function, *args, **kwargs)
+
+    def _caller(self) -> Enlisted | None:
+        """Return the caller's transaction that another connection would wait for, for ever.
+
+        On SQLite, which has one writer; and where it has settled this attempt. None without one.
+        """
+        settled = self.within.transaction if self.within else None
+        for one in self._open():
+            if not one.is_async and (one is settled or one.holds(self.store)):
+                return one
+        return None
+
+    def _open(self) -> list[Enlisted]:
+        """Return the callers' transactions that are open in the ledger, and in this context."""
+        return [one for one in enlisted.transactions() if one.is_open_beside(self.store)]
 
     def _written(self, key: object) -> str:
         """Return a key as the ledger keeps it; one of its own for each call without one."""
@@ -225,10 +346,52 @@ class Attempt:
 
         Sets :attr:`settled` where nothing follows but what Celery does with the outcome.
         """
+        while self._unsure:
+            self.store.wait_out(self.stop, usage.record, *self._unsure[0])
+            del self._unsure[0]
         end = in_place.end if self.in_place else attempts.end
         ended = self.store.wait_out(self.stop, end, *self._key, outcome)
         self.settled = isinstance(ended, Ended) and ended.state == "settled" and not self.in_place
         return isinstance(ended, Ended)
+
+    def end_within(self, transaction: Enlisted, outcome: Outcome, value: object) -> bool:
+        """End the attempt in a caller's transaction, as returned; false where its fence is gone.
+
+        False as well where it has been settled before. It has ended when the transaction is
+        committed, and goes on where that is rolled back.
+
+        :param value: what the task returns.
+        """
+        if self.within is not None and self.has_returned(transaction):
+            return False
+        self.finish_streams()
+        end = in_place.end if self.in_place else attempts.end
+        ended = transaction.run(end, *self._key, outcome)
+        if isinstance(ended, Ended):
+            self.within = Within(transaction, value)
+        return isinstance(ended, Ended)
+
+    def stands(self) -> bool:
+        """Tell whether it was settled in a caller's transaction that has been committed."""
+        return self.within is not None and self.store.wait_out(
+            self.stop, attempts.has_returned, *self._key
+        )
+
+    def has_returned(self, transaction: Enlisted) -> bool:
+        """Tell whether it has ended as returned, as a caller's transaction sees it."""
+        return transaction.run(attempts.has_returned, *self._key)
+
+    def begin_effect(self, transaction: Enlisted, key: str) -> Begun | Happened | Closed:
+        """Write the proof of an effect in a caller's transaction; see :func:`effects.begin`."""
+        return transaction.run(effects.begin, *self._key, key)
+
+    def keep_effect(self, transaction: Enlisted, key: str, value: str | None) -> bool:
+        """Write what an effect led to; false where its proof is gone."""
+        return transaction.run(effects.keep, self.root, self.reservation_id, key, value)
+
+    def withdraw_effect(self, transaction: Enlisted, key: str) -> None:
+        """Take back the proof of an effect that was not had."""
+        transaction.run(effects.withdraw, self.root, self.reservation_id, key)
 
     def close(self) -> bool:
         """Close the attempt; false where its fence is gone. A few tries: recovery does the rest."""

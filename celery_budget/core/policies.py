@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_own_name
+from celery_budget.core.calls import call, wanted
+from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.errors import BudgetError, EstimateError, InvalidName, PolicyError
 
-__all__ = ["BudgetLine", "BudgetPolicy", "Evaluation"]
+__all__ = ["BudgetLine", "BudgetPolicy", "Evaluation", "joined"]
 
 #: A value, or a callable that gets the task's bound arguments it names.
 ByArguments = Callable[..., Any]
@@ -53,10 +55,12 @@ class Evaluation:
 
     :ivar lines: what it draws on; the first is its owner's.
     :ivar arguments: the bound arguments.
+    :ivar prices: by which prices its estimates in money were made; none where none is.
     """
 
     lines: tuple[Line, ...]
     arguments: Mapping[str, object]
+    prices: str | None = None
 
     @property
     def budget(self) -> str:
@@ -80,6 +84,7 @@ class BudgetPolicy:
         each line has its own.
     :ivar stage: what reports group by; none for the task's name.
     :ivar version: the estimator's version, shown beside its drift.
+    :ivar stop_at_hold: whether the task is stopped where it has used more than is reserved for it.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -92,6 +97,7 @@ class BudgetPolicy:
     estimate: int | ByArguments | None = None
     stage: str | None = None
     version: str = "1"
+    stop_at_hold: bool = False
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,6 +112,8 @@ class BudgetPolicy:
         object.__setattr__(self, "lines", lines)
         if (self.stage is not None and type(self.stage) is not str) or self.stage == "":
             raise PolicyError(f"stage= is {self.stage!r}; give a name or leave it out")
+        if type(self.stop_at_hold) is not bool:
+            raise PolicyError(f"stop_at_hold= is {self.stop_at_hold!r}; give True or False")
 
     def _check_estimate(self) -> None:
         if not callable(self.estimate):
@@ -147,15 +155,18 @@ class BudgetPolicy:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         unknown: type | None = None,
+        pricing: Pricing | None = None,
     ) -> Evaluation:
         """Work out the budgets and the estimates for one call.
 
         :param unknown: the type of what stands for arguments that are not known yet; nothing may
             depend on them.
+        :param pricing: looks prices up, for estimates in money.
         :raises PolicyError: where the arguments do not fit the signature or a name fails.
         :raises EstimateError: where an estimator raises.
         :raises InvalidAmount: where an estimate is not an amount.
         :raises InvalidName: where a name cannot be a budget's.
+        :raises UnknownPrice, MissingExtra: where an estimate is in money and has no price.
         """
         try:
             bound = signature.bind(*args, **kwargs)
@@ -164,13 +175,19 @@ class BudgetPolicy:
         bound.apply_defaults()
         arguments = bound.arguments
         known = arguments if unknown is None else _Known(task_name, arguments, unknown)
-        return Evaluation(
-            tuple(
-                Line(_name(line, task_name, known), _estimate(line, task_name, known), line.charge)
-                for line in self.lines
-            ),
-            arguments,
-        )
+        lines: list[Line] = []
+        prices: list[str | None] = []
+        for line in self.lines:
+            name = _name(line, task_name, known)
+            amount, price = _estimate(line, task_name, known, pricing)
+            lines.append(Line(name, amount, line.charge))
+            prices.append(price)
+        return Evaluation(tuple(lines), arguments, joined(prices))
+
+
+def joined(prices: Iterable[str | None]) -> str | None:
+    """Return by which prices several estimates were made, each named once; none for none."""
+    return "; ".join(dict.fromkeys(filter(None, prices))) or None
 
 
 class _Known(dict[str, object]):
@@ -201,7 +218,7 @@ def _check_line(line: BudgetLine, task_name: str, known: set[str]) -> None:
                 )
     for what, value in (("budget", line.budget), ("estimate", line.estimate)):
         if callable(value):
-            missing = [name for name in _wanted(value)[0] if name not in known]
+            missing = [name for name in wanted(value)[0] if name not in known]
             if missing:
                 raise PolicyError(
                     f"the {what} of {task_name} wants {', '.join(missing)}, "
@@ -214,7 +231,7 @@ def _name(line: BudgetLine, task_name: str, arguments: Mapping[str, object]) -> 
         if isinstance(line.budget, str):
             name: object = line.budget.format_map(arguments)
         else:
-            name = _call(line.budget, arguments)
+            name = call(line.budget, arguments)
     except BudgetError:
         raise
     except Exception as exc:
@@ -227,16 +244,27 @@ def _name(line: BudgetLine, task_name: str, arguments: Mapping[str, object]) -> 
         raise InvalidName(f"the budget of {task_name} cannot be worked out: {exc}") from exc
 
 
-def _estimate(line: BudgetLine, task_name: str, arguments: Mapping[str, object]) -> int:
+def _estimate(
+    line: BudgetLine, task_name: str, arguments: Mapping[str, object], pricing: Pricing | None
+) -> tuple[int, str | None]:
+    """Return an estimate, and by which prices it was made; none where it is not in money."""
     estimate: object = line.estimate
-    if callable(line.estimate):
-        try:
-            estimate = _call(line.estimate, arguments)
-        except BudgetError:
-            raise
-        except Exception as exc:
-            raise EstimateError(f"the estimator of {task_name} raised {exc!r}") from exc
-    return check_amount(estimate, f"the estimate for {task_name}")
+    try:
+        if callable(estimate):
+            estimate = call(estimate, arguments)
+        if isinstance(estimate, Cost):
+            # Made for this very call.
+            estimate = call(estimate, arguments)
+        if isinstance(estimate, Unpriced):
+            if pricing is None:
+                raise PolicyError(f"the estimate for {task_name} is in money; no price is known")
+            priced = pricing(estimate)
+            return check_amount(priced.amount, f"the estimate for {task_name}"), priced.prices
+    except BudgetError:
+        raise
+    except Exception as exc:
+        raise EstimateError(f"the estimator of {task_name} raised {exc!r}") from exc
+    return check_amount(estimate, f"the estimate for {task_name}"), None
 
 
 def _fields(task_name: str, template: str) -> list[str]:
@@ -246,35 +274,3 @@ def _fields(task_name: str, template: str) -> list[str]:
         raise PolicyError(f"budget {template!r} of {task_name} is no template: {exc}") from exc
     # "{a.b[0]}" starts from the argument a.
     return [field.split(".")[0].split("[")[0] for _, field, _, _ in parts if field is not None]
-
-
-def _wanted(function: ByArguments) -> tuple[list[str], list[str], bool]:
-    """Return the names ``function`` needs, those it takes besides, and whether it takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as exc:
-        raise PolicyError(
-            f"{function!r} does not tell its parameters; wrap it in a function that names the "
-            "arguments it wants"
-        ) from exc
-    needed: list[str] = []
-    optional: list[str] = []
-    any_name = False
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            any_name = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            (needed if parameter.default is parameter.empty else optional).append(parameter.name)
-    return needed, optional, any_name
-
-
-def _call(function: ByArguments, arguments: Mapping[str, object]) -> object:
-    needed, optional, any_name = _wanted(function)
-    names = arguments if any_name else [*needed, *optional]
-    by_name = {name: arguments[name] for name in names if name in arguments}
-    positional = [
-        by_name.pop(parameter.name)
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.name in by_name
-    ]
-    return function(*positional, **by_name)

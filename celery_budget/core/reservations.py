@@ -32,11 +32,14 @@ __all__ = [
     "AlreadyRecorded",
     "AlreadyReserved",
     "Backlogged",
+    "Begun",
     "Claimed",
     "Closed",
     "Conflict",
     "Ended",
+    "Exceeded",
     "Extended",
+    "Happened",
     "Line",
     "Missing",
     "Outcome",
@@ -106,6 +109,7 @@ class ReserveRequest:
     :ivar finishing: whether it continues what was started, and may use what is above a soft stop.
     :ivar plan: of a chain that is reserved whole: the reservation of its first step.
     :ivar step: which step of it this is, the first being 0.
+    :ivar prices: by which prices its estimates in money were made.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -128,6 +132,7 @@ class ReserveRequest:
     finishing: bool = False
     plan: uuid.UUID | None = None
     step: int | None = None
+    prices: str | None = None
 
     def __post_init__(self) -> None:
         names = [line.budget for line in self.lines]
@@ -254,20 +259,36 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Exceeded:
+    """One budget of a running attempt of which more was used than was held."""
+
+    budget: str
+    unit: str
+    used: int
+    reserved: int
+
+
+@dataclass(frozen=True)
 class Recorded:
     """The usage was recorded.
 
     :ivar late: the request had ended before; it was charged at once.
     :ivar over: it is more than was held, or estimated.
+    :ivar units: in which units it counts.
+    :ivar exceeded: of what was held, where the attempt runs: the first that was not enough.
     """
 
     late: bool
     over: bool
+    units: tuple[str, ...] = field(default=(), compare=False)
+    exceeded: Exceeded | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class AlreadyRecorded:
     """The key was recorded before; nothing was added."""
+
+    units: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -280,6 +301,21 @@ class Extended:
 @dataclass(frozen=True)
 class AlreadyExtended:
     """The same extension was made before; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An effect is to be had now; its proof is written in the transaction that is open."""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An effect was had before.
+
+    :ivar value: what was stored with it, as JSON; none for nothing.
+    """
+
+    value: str | None
 
 
 @dataclass(frozen=True)

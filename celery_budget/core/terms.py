@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.identity import Fingerprint, fingerprint
-from celery_budget.core.policies import Evaluation
+from celery_budget.core.policies import Evaluation, joined
 from celery_budget.core.reservations import Line
 from celery_budget.errors import PolicyError
 
@@ -52,6 +52,6 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
     lines = tuple(Line(budget, amount, charge) for (budget, charge), amount in amounts.items())
     return replace(
         calls[0],
-        evaluation=Evaluation(lines, arguments),
+        evaluation=Evaluation(lines, arguments, joined(call.evaluation.prices for call in calls)),
         fingerprint=fingerprint(task_name, arguments),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -70,6 +71,7 @@ class Batch:
     with this context (:func:`asyncio.to_thread` does) add to it as well.
 
     :ivar refused: with ``partial``, what was not admitted.
+    :ivar parent: the reservation whose running attempt publishes all of it, if it is to be known.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class Batch:
         transactions: Transactions,
         *,
         partial: bool = False,
+        parent: uuid.UUID | None = None,
     ) -> None:
         if type(partial) is not bool:
             raise PolicyError(f"partial= is {partial!r}; give True or False")
         self.refused: list[TurnedAway] = []
         self.budget = budget
+        self.parent = parent
         self._transactions = transactions
         self._partial = partial
         self._waiting: list[Publication] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery
 from celery._state import _task_stack
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BOOT_ID",
     "HEADER",
+    "Current",
     "Delivered",
     "attach",
     "attempt_of",
+    "current",
     "current_attempt",
     "delivered_now",
     "delivering",
@@ -75,8 +77,22 @@ def attempt_of(request: Any) -> Attempt | None:
     return attempt
 
 
+class Current(NamedTuple):
+    """The task that runs, and the request and the attempt by which it does."""
+
+    task: Any
+    request: Any
+    attempt: Attempt
+
+
 def current_attempt(app: Celery | None = None) -> Attempt | None:
-    """Return the attempt of the task that this thread runs; none where it runs none.
+    """Return the attempt of the task that this thread runs; none where it runs none."""
+    found = current(app)
+    return None if found is None else found.attempt
+
+
+def current(app: Celery | None = None) -> Current | None:
+    """Return the task that this thread runs, with its attempt; none where it runs none.
 
     A task that another one calls is part of that one, unless it has an attempt of its own: one with
     a budget has where it is run in place, and none where it is called directly.
@@ -87,9 +103,10 @@ def current_attempt(app: Celery | None = None) -> Attempt | None:
         calls[id(task)] += 1
         requests = task.request_stack.stack or ()
         nth = calls[id(task)]
-        attempt = attempt_of(requests[-nth]) if nth <= len(requests) else None
+        request = requests[-nth] if nth <= len(requests) else None
+        attempt = attempt_of(request)
         if attempt is not None:
-            return attempt if app is None or task.app is app else None
+            return Current(task, request, attempt) if app is None or task.app is app else None
     return None
 
 

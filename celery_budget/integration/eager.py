@@ -38,6 +38,7 @@ from celery_budget.integration.context import (
     current_attempt,
     installed_on,
 )
+from celery_budget.integration.effects import called
 from celery_budget.integration.leases import kept
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store.requests import error_of
@@ -81,6 +82,7 @@ class Run:
         """
         if self.over:
             return
+        self.attempt.finish_streams()
         ended = self.attempt.end(Outcome(kind))
         self.attempt.called = self.over = True
         if not ended:
@@ -148,8 +150,9 @@ def run(task: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     """
     this = _entered(task)
     attach(task.request, this.attempt)
+    this.attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
     try:
-        value = body(*args, **kwargs)
+        value = called(this.attempt, body, args, kwargs)
     except Retry as retry:
         _leave_to(this, retry)
         raise
@@ -182,6 +185,7 @@ def replaced(request: Any) -> None:
 
 def _leave_to(this: Run, retry: Retry) -> None:
     """Leave the end of an attempt to its retry, which Celery applies, or else to its own apply."""
+    this.attempt.finish_streams()
     this.otherwise = "retried"
     this.attempt.called = True
     if retry.sig is not None:
@@ -243,6 +247,7 @@ def _request(
         estimator=terms.estimator,
         estimator_version=terms.version,
         lines=terms.evaluation.lines,
+        prices=terms.evaluation.prices,
         opaque=terms.fingerprint.opaque,
         nesting=_nesting(task_id, options),
         retries=int(options.get("retries") or 0),

@@ -6,6 +6,7 @@ reservations and messages are committed together, or not at all.
 
 from __future__ import annotations
 
+import uuid
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,19 @@ class Enlistment(Batch):
         immediate: bool,
         partial: bool,
         any_isolation: bool,
+        parent: uuid.UUID | None = None,
     ) -> None:
         for name, value in (("immediate", immediate), ("any_isolation", any_isolation)):
             if type(value) is not bool:
                 raise PolicyError(f"{name}= is {value!r}; give True or False")
         self._transaction = Enlisted(budget.store, given, any_isolation)
-        super().__init__(budget, self._transaction, partial=partial)
+        super().__init__(budget, self._transaction, partial=partial, parent=parent)
         self._immediate = immediate
+
+    @property
+    def transaction(self) -> Enlisted:
+        """The caller's transaction."""
+        return self._transaction
 
     def __enter__(self) -> Self:
         if self._transaction.is_async:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.serialization import get_pickleable_exception
 from kombu import serialization
 from kombu.exceptions import EncodeError
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import loads
 
 from celery_budget import admission, settlement
 from celery_budget.core.identity import new_id
@@ -39,6 +39,8 @@ from celery_budget.integration.context import (
     installed_on,
     parse_header,
 )
+from celery_budget.integration.effects import called
+from celery_budget.integration.outcomes import undisturbed, written_error, written_value
 
 if TYPE_CHECKING:
     import uuid
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["execute", "guarded"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def execute(
@@ -70,9 +70,10 @@ def execute(
     if attempt.replay is not None:
         attempt.called = attempt.settled = True
         return _replay(task, attempt, attempt.replay)
+    attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
     try:
-        value = body(*args, **kwargs)
-        outcome = Outcome("returned", _written_value(budget, task, value))
+        value = called(attempt, body, args, kwargs)
+        outcome = Outcome("returned", written_value(budget, task, request, value))
     except Retry:
         _end(attempt, Outcome("retried"))
         raise
@@ -88,33 +89,22 @@ def execute(
         raise Ignore("the message is published again") from exc
     except Exception as exc:
         attempt.error = exc
-        _end(attempt, Outcome("raised", _written_error(budget, task, exc)))
+        _end(attempt, Outcome("raised", written_error(budget, task, exc)))
         raise
     _end(attempt, outcome)
     return value
 
 
 def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
+    undisturbed(attempt.finish_streams)
     attempt.called = True
-    if not _undisturbed(attempt.end, outcome):
+    if not undisturbed(attempt.end, outcome):
         logger.warning(
             "attempt %s of reservation %s lost its claim while it ran; its outcome is refused",
             attempt.number,
             attempt.reservation_id,
         )
         raise Ignore("the attempt lost its claim")
-
-
-def _undisturbed(function: Callable[..., T], *args: Any) -> T:
-    """Call ``function``, again should the task's soft time limit strike meanwhile (it does once).
-
-    The limit is for the task's work. While the ledger is waited for there is none, and what has
-    been done is to be settled. Both claim and end find what an interrupted call has committed.
-    """
-    try:
-        return function(*args)
-    except SoftTimeLimitExceeded:
-        return function(*args)
 
 
 def _claim(
@@ -148,7 +138,7 @@ def _claim_reserved(
         BOOT_ID,
         bool(task.acks_late),
     )
-    return _undisturbed(settlement.claim, budget.store, budget.settings, delivery, new_id())
+    return undisturbed(settlement.claim, budget.store, budget.settings, delivery, new_id())
 
 
 def _only_attempt(
@@ -215,54 +205,6 @@ def _replay(task: Any, attempt: settlement.Attempt, stored: StoredOutcome) -> An
         raise attempt.error
     content_type, content_encoding, body = value
     return serialization.loads(body, content_type, content_encoding, accept={content_type})
-
-
-def _written_value(budget: CeleryBudget, task: Any, value: Any) -> str | None:
-    """Return a return value as kept for a replay; none where nobody would need it.
-
-    :raises EncodeError: where Celery could not store the result either.
-    """
-    request = task.request
-    wanted = not task.ignore_result and request.ignore_result is not True
-    if not wanted and not (request.callbacks or request.chain or request.chord):
-        return None
-    serializer = budget.app.conf.result_serializer
-    try:
-        content_type, content_encoding, body = serialization.dumps(value, serializer=serializer)
-    except EncodeError:
-        if wanted:
-            raise
-        return None
-    return _capped(budget, task, dumps([content_type, content_encoding, body]))
-
-
-def _written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | None:
-    """Return an exception as kept for a replay; none where it cannot be written as JSON."""
-    try:
-        written = dumps(task.backend.prepare_exception(error, serializer="json"))
-    except Exception:
-        logger.warning(
-            "the error of task %s[%s] cannot be kept for a replay",
-            task.name,
-            task.request.id,
-            exc_info=True,
-        )
-        return None
-    return _capped(budget, task, written)
-
-
-def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:
-    if len(written) <= budget.settings.outcome_bytes:
-        return written
-    logger.warning(
-        "the outcome of task %s[%s] has %d bytes, above budget_outcome_bytes (%d); it cannot be "
-        "given again should this worker go away before the result is stored",
-        task.name,
-        task.request.id,
-        len(written),
-        budget.settings.outcome_bytes,
-    )
-    return None
 
 
 def guarded(backend: Any) -> Any:

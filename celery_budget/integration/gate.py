@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -115,9 +116,10 @@ class Gate:
             estimator=terms.estimator,
             estimator_version=terms.version,
             lines=terms.evaluation.lines,
+            prices=terms.evaluation.prices,
             opaque=terms.fingerprint.opaque,
             nesting=int(message.headers.get("replaced_task_nesting") or 0),
-            parent=attempt.reservation_id if attempt and call.origin == "continuation" else None,
+            parent=self._parent(call),
             retries=int(message.headers.get("retries") or 0),
             finishing=call.ours.finishing or call.origin != "new",
         )
@@ -127,6 +129,13 @@ class Gate:
         if call.origin == "retry" and attempt is not None:
             return replace(request, reservation_id=attempt.reservation_id)
         return self._planned(call, request)
+
+    def _parent(self, call: _Call) -> uuid.UUID | None:
+        """Return the reservation that a publication follows from, or has an effect of."""
+        if call.attempt is not None and call.origin == "continuation":
+            return call.attempt.reservation_id
+        batch = current_batch(self._budget) if call.origin == "new" else None
+        return batch.parent if batch is not None else None
 
     def _planned(self, call: _Call, request: ReserveRequest) -> ReserveRequest:
         """Return the request under the reservation that its step was planned with, if it was."""
@@ -207,7 +216,7 @@ class Gate:
         follows = attempt is not None and call.origin == "continuation"
         if batch is None and not follows and call.ours.order_key is None:
             return self._send(call.producer, call.name, call.message, **call.options)
-        sink = _Sink(self._budget, call, None, [], batch, None)
+        sink = _Sink(self._budget, call, None, [], batch, None, self._parent(call))
         with nullcontext() if batch is None else together(self._budget):
             return self._send(
                 RecordingProducer(call.producer, sink), call.name, call.message, **call.options
@@ -286,6 +295,7 @@ class _Sink:
     :param steps: of a chain that is reserved whole, its later ones.
     :param batch: where it waits for others.
     :param decide: admits it at once, where there is no batch.
+    :param parent: of a message without a request: the reservation that it follows from.
     """
 
     def __init__(
@@ -296,6 +306,7 @@ class _Sink:
         steps: Sequence[ReserveRequest],
         batch: Batch | None,
         decide: Callable[[WireMessage], Admitted | None] | None,
+        parent: uuid.UUID | None = None,
     ) -> None:
         self._budget = budget
         self._call = call
@@ -303,6 +314,7 @@ class _Sink:
         self._steps = steps
         self._batch = batch
         self._decide = decide
+        self._parent = parent
         self._queue = _queue_name(call.options)
         self._first = True
         self._admitted: Admitted | None = None
@@ -317,7 +329,7 @@ class _Sink:
         continuation = self._call.origin == "continuation"
         attempt = self._call.attempt
         if self._request is None:
-            parent = attempt.reservation_id if attempt and continuation else None
+            parent = self._parent
             if self._batch is not None:
                 canvas = self._call.ours.canvas
                 self._batch.add(Publication(None, wire, parent=parent, canvas=canvas))

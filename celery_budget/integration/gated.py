@@ -40,6 +40,10 @@ class GatedTask(Task):
         """
         raise NotImplementedError
 
+    def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether such a call stops where it has used more than is held for it."""
+        return False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         following = super().__call__
         # A task that calls itself finds the request that it runs by, and that has its attempt.

@@ -52,6 +52,10 @@ class InlineTask(GatedTask):
             return None
         return summed(self.name, drawing, {"task": inner.name, "items": calls})
 
+    def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
+        inner, _ = self._inner(args, kwargs)
+        return inner is not None and inner.budget_stops_at_hold((), {})
+
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         given = _given(args or (), kwargs or {})
         if isinstance(given.get("it"), Iterable):

@@ -41,6 +41,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
 
 
+#: Seconds after which Redis and others deliver a message again that nobody acknowledged.
+VISIBILITY = 3600
+
+
 class _Keep(enum.Enum):
     KEEP = "keep"
 
@@ -88,7 +92,12 @@ class Ledger:
         :raises ConfigurationError: where one is missing or cannot work.
         """
         if self._settings is None:
-            self._settings = Settings.read(self.app.conf.get)
+            settings = Settings.read(self.app.conf.get)
+            options = self.app.conf.broker_transport_options or {}
+            settings.check_retention(
+                "the broker's visibility_timeout", options.get("visibility_timeout") or VISIBILITY
+            )
+            self._settings = settings
         return self._settings
 
     @property

@@ -17,10 +17,13 @@ from celery._state import (
 )
 from celery.local import PromiseProxy, Proxy
 
+from celery_budget import metering
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
+from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
+from celery_budget.integration.context import installed_on
 from celery_budget.integration.gated import GatedTask
 
 __all__ = [
@@ -47,12 +50,12 @@ MARKS = "__budget_policies__"
 class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
-    Set ``budget`` and ``estimate``, and if you like ``stage`` and ``estimate_version``, as class
-    attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to
-    :func:`budgeted`. Its message is reserved before it is dispatched, its attempt is claimed
-    before its body runs, and what it used is settled before anything follows from it. A subclass
-    with a ``__call__`` of its own has to call this one. A task without ``budget`` and ``estimate``
-    is an error when it is first used, and when a worker starts.
+    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version`` and
+    ``stop_at_hold``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
+    mean what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its
+    attempt is claimed before its body runs, and what it used is settled before anything follows
+    from it. A subclass with a ``__call__`` of its own has to call this one. A task without
+    ``budget`` and ``estimate`` is an error when it is first used, and when a worker starts.
     """
 
     abstract = True
@@ -76,6 +79,7 @@ class BudgetedTask(GatedTask):
             _plain(estimate),
             cls.__dict__.get("stage", getattr(cls, "stage", None)),
             str(getattr(cls, "estimate_version", "1")),
+            getattr(cls, "stop_at_hold", False),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -86,7 +90,9 @@ class BudgetedTask(GatedTask):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], unknown: type | None = None
     ) -> Terms:
         policy = _policy(self)
-        evaluation = policy.evaluate(self.name, signature_of(self), tuple(args), kwargs, unknown)
+        evaluation = policy.evaluate(
+            self.name, signature_of(self), tuple(args), kwargs, unknown, self._price
+        )
         return Terms(
             policy.stage or self.name,
             policy.estimator,
@@ -94,6 +100,12 @@ class BudgetedTask(GatedTask):
             evaluation,
             fingerprint(self.name, evaluation.arguments),
         )
+
+    def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
+        return _policy(self).stop_at_hold
+
+    def _price(self, what: Unpriced) -> Priced:
+        return metering.price(what, installed_on(self.app).settings.prices)
 
 
 def _plain(value: Any) -> Any:
@@ -108,6 +120,7 @@ def budgeted(
     estimate: int | Callable[..., int] | None = None,
     stage: str | None = None,
     estimate_version: str = "1",
+    stop_at_hold: bool = False,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -123,10 +136,12 @@ def budgeted(
         callable of the arguments it names.
     :param stage: what reports group by; the task's name unless given.
     :param estimate_version: tells versions of the estimator apart in reports.
+    :param stop_at_hold: whether a record by which the task has used more than is reserved for it
+        raises ``ReservationExhausted``, when it is made.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
-    policy = BudgetPolicy(budget, estimate, stage, estimate_version)
+    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold)
 
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would

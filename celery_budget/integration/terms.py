@@ -93,6 +93,7 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
         estimator=terms.estimator,
         estimator_version=terms.version,
         lines=terms.evaluation.lines,
+        prices=terms.evaluation.prices,
         opaque=terms.fingerprint.opaque,
         finishing=head.finishing,
         plan=head.reservation_id,

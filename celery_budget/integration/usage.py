@@ -1,45 +1,177 @@
-"""``usage.record(…)`` and ``usage.extend(…)``: what the running task really uses."""
+"""``usage``: what the running task really uses, and what is left of its hold."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, overload
 
+from celery_budget import metering
+from celery_budget.core.amounts import check_amount
+from celery_budget.core.budgets import check_unit
 from celery_budget.core.reservations import Closed, Extended, Refused
-from celery_budget.errors import ClaimLost
+from celery_budget.core.usage import Used
+from celery_budget.errors import ClaimLost, InvalidAmount, PolicyError
 from celery_budget.integration.context import current_attempt
+from celery_budget.integration.effects import step_key
+from celery_budget.integration.replies import record_reply
+from celery_budget.integration.streams import Reading, pass_on, pass_on_async
 
-__all__ = ["extend", "record"]
+__all__ = ["check", "extend", "idempotency_key", "record", "remaining", "stream"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def record(amount: int, key: str | None = None, unit: str | None = None) -> bool:
-    """Record that the task this thread runs has used ``amount`` of a unit.
+
+def record(
+    used: Any,
+    key: str | None = None,
+    unit: str | None = None,
+    *,
+    provider: str | None = None,
+    api_flavor: str | None = None,
+    model: str | None = None,
+) -> bool:
+    """Record what the task that this thread runs has used.
 
     It is in the ledger when this returns, whatever becomes of the task. A fault of the ledger's
     database is waited out. More than was reserved is recorded in full, added to the hold at once
     and flagged.
 
-    :param amount: an integer from 0 to 2^63-1; several records add up.
+    :param used: an integer from 0 to 2^63-1; a mapping of units to such amounts, all recorded or
+        none; or a provider's reply, as a dictionary or its client's object, which is counted in
+        every unit that the task draws on: ``tokens``, ``requests``, money, or one named as the
+        genai-prices package names a reply's numbers. Several records add up. A reply that does not
+        tell what it used is charged the estimate, and flagged ``unmetered``.
     :param key: what makes this record one and the same when it is made again: best the provider's
-        id of the response. Text of 1 to 255 characters. Without it each call counts
-        anew. One key may have a record in each unit.
+        id of the response, which a reply brings along. Text of 1 to 255 characters. Without it
+        each call counts anew. One key may have a record in each unit.
     :param unit: which of the units is counted that the task's budgets count; that of the first
         budget that is charged by use unless given. Every budget in it is charged that the task
         draws on.
+    :param provider: whose reply it is, by the package's id, where that cannot be told.
+    :param api_flavor: the package's name of the reply's shape, where that cannot be told.
+    :param model: by whose price the reply is charged, where it does not name its model.
     :return: false where ``key`` was recorded before, and nothing was added. Also false, with a
         warning in the log, where no budgeted task runs (a task's function called directly).
     :raises InvalidAmount: for what is no amount; nothing was recorded.
+    :raises InvalidReply: for a reply that cannot be read; nothing was recorded.
     :raises ValueError: for what is no key; nothing was recorded.
     :raises PolicyError: for a unit in which the task draws on no budget that is charged by use.
+    :raises UnknownPrice: for a reply whose model has no price, where the task draws on money; that
+        is charged the estimate, the rest is recorded.
+    :raises ReservationExhausted: where the task has ``stop_at_hold`` and has used more than is
+        reserved for it; all is recorded.
+    :raises MissingExtra: for a reply, where the genai-prices package is not installed.
     """
     attempt = current_attempt()
     if attempt is None:
         logger.warning(
-            "usage of %r was recorded outside a budgeted task; it counts nowhere", amount
+            "usage of %s was recorded outside a budgeted task; it counts nowhere",
+            repr(used) if isinstance(used, int) else f"a {type(used).__name__}",
         )
         return False
-    return attempt.record(amount, key, unit)
+    is_reply = metering.is_reply(used)
+    if unit is not None and (is_reply or isinstance(used, Mapping)):
+        raise PolicyError(
+            f"unit={unit!r} is for a single amount; a mapping names its units, and a reply is "
+            "counted in all that the task draws on"
+        )
+    if is_reply:
+        reply = metering.read(used, provider=provider, flavor=api_flavor, model=model)
+        return record_reply(attempt, reply, key)
+    if isinstance(used, Mapping):
+        return attempt.write(Used(_amounts(used)), key)[0]
+    return attempt.record(used, key, unit)
+
+
+def _amounts(used: Mapping[Any, Any]) -> dict[str | None, int]:
+    if not used:
+        raise InvalidAmount("recorded usage is an empty mapping; give an amount for each unit")
+    return {
+        check_unit(unit): check_amount(amount, f"recorded usage of {unit!r}")
+        for unit, amount in used.items()
+    }
+
+
+@overload
+def stream(
+    chunks: AsyncIterable[T],
+    key: str | None = None,
+    *,
+    provider: str | None = None,
+    api_flavor: str | None = None,
+    model: str | None = None,
+) -> AsyncIterator[T]: ...
+
+
+@overload
+def stream(
+    chunks: Iterable[T],
+    key: str | None = None,
+    *,
+    provider: str | None = None,
+    api_flavor: str | None = None,
+    model: str | None = None,
+) -> Iterator[T]: ...
+
+
+def stream(
+    chunks: Any,
+    key: str | None = None,
+    *,
+    provider: str | None = None,
+    api_flavor: str | None = None,
+    model: str | None = None,
+) -> Any:
+    """Pass on the chunks of a provider's reply, and record what they tell that it used.
+
+    ::
+
+        for event in usage.stream(client.responses.create(…, stream=True)):
+            ...
+
+    It is recorded when the stream ends, raises, or is left: with ``break``, an exception or the end
+    of the task's call. What has not told all of its usage by then is charged the estimate at least,
+    and flagged ``unmetered``. What is asynchronous gives an asynchronous iterator.
+
+    :param key: as for :func:`record`, as are the others; none for the reply's own id.
+    :raises BudgetError: at its end, while it is read: as :func:`record`. A reply that cannot be
+        read is charged the estimate before. One that is not read to its end raises nothing of ours.
+    """
+    attempt = current_attempt()
+    if attempt is None:
+        logger.warning("a reply was streamed outside a budgeted task; it counts nowhere")
+        return chunks
+    how = {"provider": provider, "flavor": api_flavor, "model": model}
+    reading = Reading(attempt, key, how)
+    if hasattr(chunks, "__aiter__"):
+        return pass_on_async(reading, chunks)
+    return pass_on(reading, chunks)
+
+
+def remaining(unit: str | None = None) -> int | None:
+    """Return how much the task that this thread runs may still use of what is held for it.
+
+    For ``max_tokens=``. Never negative; of several budgets in one unit that with the least counts.
+
+    :param unit: as for :func:`record`.
+    :return: none where no budgeted task runs: nothing limits it.
+    :raises PolicyError: as :func:`record`.
+    """
+    attempt = current_attempt()
+    return None if attempt is None else attempt.remaining(unit)
+
+
+def check() -> None:
+    """Stop here if the task has ``stop_at_hold`` and has used more than is reserved for it.
+
+    :raises ReservationExhausted: then.
+    """
+    attempt = current_attempt()
+    if attempt is not None:
+        attempt.check()
 
 
 def extend(amount: int, key: str | None = None, unit: str | None = None) -> bool:
@@ -67,3 +199,17 @@ def extend(amount: int, key: str | None = None, unit: str | None = None) -> bool
     if isinstance(outcome, Closed):
         raise ClaimLost(str(attempt.reservation_id))
     return isinstance(outcome, Extended)
+
+
+def idempotency_key(step: str) -> str:
+    """Return a key for a call to somebody else, by which they know it when it is made again.
+
+    The same one in every attempt and delivery of the request that this thread runs; another one for
+    another step, and for another request, one that takes this task's place included. A UUID of
+    version 5 as text, over the reservation's id and the step.
+
+    :param step: which of the task's calls it is: text of 1 to 255 characters.
+    :raises NotRunning: where this thread runs no task with a budget.
+    :raises EffectError: for what is no step.
+    """
+    return step_key(step)

@@ -21,6 +21,7 @@ class Story:
     messages: tuple[dict[str, Any], ...]
     attempts: tuple[dict[str, Any], ...]
     usage: tuple[dict[str, Any], ...]
+    effects: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""

@@ -61,6 +61,7 @@ def _facts(told: Row) -> RenderableType:
     }
     if "estimator" in told:
         known["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
+    known["prices"] = told.get("prices")
     known["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
     for parked in told.get("parked") or ([told] if told["state"] == "parked" else []):
         known["waits"] = (
@@ -101,6 +102,9 @@ def _events(story: Story) -> Iterator[_Event]:
             yield _Event(record["recorded_us"], _LATE, f"{what}, after the request had ended")
         else:
             yield _Event(record["recorded_us"], _USED, what)
+    for effect in story.effects:
+        what = f"attempt {effect['attempt']} had effect {effect['key']}"
+        yield _Event(effect["created_us"], _USED, what)
 
 
 def _message_event(message: Row) -> _Event:

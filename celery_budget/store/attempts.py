@@ -35,7 +35,15 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import outbox, parked, plans, usage
 from celery_budget.store.continuations import again_request, next_attempt, refit
-from celery_budget.store.reservations import charge_of, finish, lines_of, lock, start
+from celery_budget.store.reservations import (
+    CHANGING,
+    How,
+    charge_of,
+    finish,
+    lines_of,
+    lock,
+    start,
+)
 from celery_budget.store.schema import attempts, now_us, reservations
 
 __all__ = [
@@ -47,6 +55,7 @@ __all__ = [
     "end",
     "extend",
     "follow",
+    "has_returned",
     "of_reservation",
     "owned",
     "renew",
@@ -170,10 +179,20 @@ def claim(
 
 
 def owned(
-    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int, claim_id: uuid.UUID
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    attempt: int,
+    claim_id: uuid.UUID,
+    how: How = CHANGING,
+    *,
+    pass_by: bool = False,
 ) -> sa.Row[Any] | None:
-    """Lock the reservation and return its row if ``claim_id`` still holds the running attempt."""
-    row = lock(connection, root, reservation_id)
+    """Lock the reservation and return its row if ``claim_id`` still holds the running attempt.
+
+    :param how: as for :func:`celery_budget.store.reservations.lock`, as is ``pass_by``.
+    """
+    row = lock(connection, root, reservation_id, how, pass_by=pass_by)
     if row is None or row.state != "running" or row.attempts != attempt:
         return None
     held = connection.execute(
@@ -312,6 +331,20 @@ def follow(
         if retries is not None:
             outbox.drop(connection, root, reservation_id)
     return retries
+
+
+def has_returned(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int, claim_id: uuid.UUID
+) -> bool:
+    """Tell whether the attempt has ended as returned, under this claim. Locks nothing."""
+    row = connection.execute(
+        sa.select(attempts.c.attempt).where(
+            attempt_key(root, reservation_id, attempt),
+            attempts.c.claim_id == claim_id,
+            attempts.c.outcome == "returned",
+        )
+    ).first()
+    return row is not None
 
 
 def _ended_as(

@@ -478,4 +478,5 @@ def columns_of(request: ReserveRequest) -> dict[str, Any]:
         "charges_start": any(line.charge == START for line in request.lines),
         "plan_id": request.plan,
         "step": request.step,
+        "prices": request.prices,
     }

@@ -66,6 +66,10 @@ class Caller(ABC):
         """Return what stands for the innermost transaction or savepoint that is open."""
 
     @abstractmethod
+    def outermost(self) -> Any:
+        """Return what stands for the whole transaction."""
+
+    @abstractmethod
     def is_open(self, mark: Any) -> bool:
         """Tell whether what was marked has not ended."""
 
@@ -88,6 +92,9 @@ class _Bare(Caller):
 
     def mark(self) -> tuple[int, bool]:
         return self.driver.depth(), bool(self.driver.is_begun())
+
+    def outermost(self) -> tuple[int, bool]:
+        return 0, True
 
     def is_open(self, mark: Any) -> bool:
         depth, begun = mark
@@ -134,6 +141,9 @@ class _Sqlalchemy(Caller):
         begun = self.session or self._connection
         return begun.get_nested_transaction() or begun.get_transaction()
 
+    def outermost(self) -> Any:
+        return (self.session or self._connection).get_transaction()
+
     def is_open(self, mark: Any) -> bool:
         return mark is not None and bool(mark.is_active)
 
@@ -168,6 +178,9 @@ class _Django(Caller):
 
     def mark(self) -> tuple[Any, ...]:
         return tuple(self._wrapper.savepoint_ids)
+
+    def outermost(self) -> tuple[Any, ...]:
+        return ()
 
     def is_open(self, mark: Any) -> bool:
         return bool(self._wrapper.in_atomic_block) and self.mark()[: len(mark)] == mark

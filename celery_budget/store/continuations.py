@@ -161,6 +161,15 @@ def hold_next(connection: Connection, request: ReserveRequest) -> Refused | None
         reservation_id,
         {"estimate": estimates, "extended": dict.fromkeys(estimates, 0)},
     )
+    if request.prices is not None:
+        connection.execute(
+            reservations.update()
+            .where(
+                reservations.c.root == request.root,
+                reservations.c.reservation_id == reservation_id,
+            )
+            .values(prices=request.prices)
+        )
     return None
 
 
@@ -228,6 +237,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         retries=row.retries,
         unreserved=row.unreserved,
         finishing=True,
+        prices=row.prices,
     )
 
 

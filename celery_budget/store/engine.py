@@ -258,6 +258,18 @@ class Store:
             self.transaction, None, stop or threading.Event(), function, *args, **kwargs
         )
 
+    def wait_out_reading(
+        self,
+        stop: threading.Event | None,
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """As :meth:`wait_out`, for a function that only reads, as :meth:`read`."""
+        return self._retry(
+            self.snapshot, None, stop or threading.Event(), function, *args, **kwargs
+        )
+
     def _retry(
         self,
         connect: Callable[[], Any],

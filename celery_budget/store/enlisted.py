@@ -25,7 +25,7 @@ from celery_budget.store.drivers import AUTOCOMMIT, FAILED, lent
 from celery_budget.store.engine import PREPARATIONS, Store, enlisted, state_of
 from celery_budget.store.unready import Unready
 
-__all__ = ["Enlisted"]
+__all__ = ["Enlisted", "transactions"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,9 @@ class Enlisted:
             )
         self._any_isolation = any_isolation
         self._isolation = "read committed"
+        # The innermost transaction or savepoint when the block was opened, and the outermost.
         self._mark: Any = None
+        self._whole: Any = None
         self._in_block = False
         self._used = False
 
@@ -95,6 +97,7 @@ class Enlisted:
             # Keys that the database makes are known in the block.
             self._caller.flush()
         self._mark = self._caller.mark()
+        self._whole = self._caller.outermost()
 
     def _check_server(self, connection: Connection, own: Any) -> None:
         driver = self._caller.driver
@@ -145,7 +148,7 @@ class Enlisted:
     def is_over(self) -> bool:
         """Tell whether nobody waits for it any more."""
         return not self._in_block and not (
-            self._used and self._caller.driver.is_begun() and self._caller.is_open(self._mark)
+            self._used and self._caller.driver.is_begun() and self._caller.is_open(self._whole)
         )
 
     def holds(self, store: Store) -> bool:
@@ -178,8 +181,8 @@ class Enlisted:
         being rolled back; on SQLite in the caller's. The locks that the caller holds it may wait
         for: as long as for any lock, once.
 
-        :raises EnlistError: where the transaction, or the savepoint the block was opened in, has
-            ended.
+        :raises EnlistError: where the transaction, or in the block the savepoint it was opened in,
+            has ended.
         :raises StoreError: for whatever the database refuses. As with any other error nothing was
             changed, and the transaction goes on.
         """
@@ -233,7 +236,7 @@ class Enlisted:
         the caller's again at the end.
         """
         self._caller.driver.check()
-        if not self._caller.is_open(self._mark):
+        if not self._caller.is_open(self._mark if self._in_block else self._whole):
             raise EnlistError(
                 "the transaction or savepoint in which the block was opened has ended inside of "
                 "it; nothing is published: let the block end first"
@@ -283,6 +286,11 @@ class Enlisted:
                 if state == "25P01":
                     raise EnlistError(AUTOCOMMIT) from error
                 raise
+
+
+def transactions() -> list[Enlisted]:
+    """Return the callers' transactions that the code which runs now is in, the outermost first."""
+    return [one for one in enlisted.get() if isinstance(one, Enlisted)]
 
 
 class _Server(NamedTuple):

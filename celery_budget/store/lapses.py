@@ -26,7 +26,7 @@ from celery_budget.store.attempts import (
     set_reservation,
     write_end,
 )
-from celery_budget.store.reservations import charge_of, finish, lines_of, lock, release
+from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, instant, now_us, reservations
 
 __all__ = [
@@ -167,10 +167,12 @@ def republish_ended(
 def fence(connection: Connection, root: str, seen: OpenAttempt, lease_us: int) -> uuid.UUID | None:
     """Take the claim of a running attempt that lapsed; its worker has no say any more.
 
-    Locks its reservation. None where it has ended or was renewed since it was ``seen``. Whoever
-    takes it has ``lease_us`` to end it; then it has lapsed again.
+    Locks its reservation, and passes it by where that cannot be had: while an effect of the attempt
+    is in a transaction that is open. None then, and where it has ended or was renewed since it was
+    ``seen``. Whoever takes it has ``lease_us`` to end it; then it has lapsed again.
     """
-    if owned(connection, root, seen.reservation_id, seen.attempt, seen.claim_id) is None:
+    key = (root, seen.reservation_id, seen.attempt, seen.claim_id)
+    if owned(connection, *key, TAKING, pass_by=True) is None:
         return None
     claim_id = new_id()
     taken = connection.execute(
@@ -199,7 +201,8 @@ def abandon(
     """End a running attempt whose outcome is not known; return the state reached.
 
     None where it has ended or was renewed in the meantime. Locks the reservation, then its
-    balances.
+    balances. An effect of the attempt in a transaction that is open has it pass the reservation by
+    (none as well), or wait where the process is known to be gone, and its transaction soon.
 
     :param again: have it run again: the reservation waits, what this attempt recorded stays
         recorded. Otherwise it is lost and flagged: the greater of recorded and estimated is charged
@@ -207,9 +210,10 @@ def abandon(
     :param park_us: how long it may wait where it does not fit again on top of what it used.
     :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
         with it, charged like a lost one unless something was recorded.
-    :param only_lapsed: leave it alone while its lease is valid.
+    :param only_lapsed: leave it alone while its lease is valid; false where its process is gone.
     """
-    row = owned(connection, root, reservation_id, attempt, claim_id)
+    key = (root, reservation_id, attempt, claim_id)
+    row = owned(connection, *key, TAKING, pass_by=only_lapsed)
     if row is None:
         return None
     if only_lapsed:

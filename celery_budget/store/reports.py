@@ -15,6 +15,7 @@ from celery_budget.store.schema import (
     adjustments,
     attempts,
     balances,
+    effects,
     exact_sum,
     instant,
     journal,
@@ -445,7 +446,7 @@ _INTERNAL = (
 
 
 def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:
-    """Return everything that belongs to one reservation: lines, messages, attempts, usage."""
+    """Return everything that belongs to one reservation, by what it is."""
 
     def rows(table: sa.Table, *order: str) -> Rows:
         columns = [column for column in table.c if column.name not in _INTERNAL]
@@ -462,4 +463,5 @@ def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, R
         "messages": rows(outbox, "retries"),
         "attempts": rows(attempts, "attempt"),
         "usage": rows(usage, "recorded_us", "key"),
+        "effects": rows(effects, "created_us", "key"),
     }

@@ -128,6 +128,7 @@ def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> Bu
 _RESERVE = sa.text(
     "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
+    " CAST(:prices AS text),"
     " CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
     " CAST(:budgets AS text[]), CAST(:amounts AS bigint[]), CAST(:charges AS text[]),"
     " :outbox_id, :state, CAST(:again_us AS bigint), CAST(:due_us AS bigint),"

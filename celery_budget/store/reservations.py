@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -29,6 +29,10 @@ from celery_budget.store.levels import levels_of
 from celery_budget.store.schema import lines, now_us, reservations
 
 __all__ = [
+    "CHANGING",
+    "IN_EFFECT",
+    "TAKING",
+    "How",
     "charge_of",
     "drop_lines",
     "finish",
@@ -47,15 +51,42 @@ __all__ = [
 Lines = Sequence[sa.Row[Any]]
 
 
-def lock(connection: Connection, root: str, reservation_id: uuid.UUID) -> sa.Row[Any] | None:
+class How(NamedTuple):
+    """How a reservation's row is locked, in the words of ``SELECT … FOR``."""
+
+    key_share: bool
+    read: bool
+
+
+#: FOR NO KEY UPDATE: of these there is one at a time.
+CHANGING = How(key_share=True, read=False)
+#: FOR KEY SHARE: for as long as the caller's transaction is open. Beside it the attempt goes on to
+#: record, extend, retry and end by the ledger's own connections: a stronger lock would keep them
+#: waiting for the very task that waits for them.
+IN_EFFECT = How(key_share=True, read=True)
+#: FOR UPDATE: who takes the claim away waits for all of these.
+TAKING = How(key_share=False, read=False)
+
+
+def lock(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    how: How = CHANGING,
+    *,
+    pass_by: bool = False,
+) -> sa.Row[Any] | None:
     """Return the reservation's row, locked until the transaction ends; none where there is none.
 
     The first lock of everything that changes a reservation.
+
+    :param how: which other locks it goes with, on PostgreSQL.
+    :param pass_by: return none as well where the lock cannot be had at once.
     """
     return connection.execute(
         sa.select(reservations)
         .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
-        .with_for_update()
+        .with_for_update(key_share=how.key_share, read=how.read, skip_locked=pass_by)
     ).first()
 
 

@@ -270,6 +270,8 @@ reservations = Table(
     # Of a chain that was reserved whole: its first step's reservation, and which step this is.
     Column("plan_id", Uuid),
     Column("step", SmallInteger),
+    # By which prices its estimates in money were made.
+    Column("prices", Text),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -351,8 +353,28 @@ usage = Table(
     Column("recorded_us", BigInteger, nullable=False),
     # The last later attempt that recorded it once more, which added nothing.
     Column("repeated_by", Integer),
+    # What it was read from, as JSON: a provider's reply, by kind of token, model and price.
+    Column("details", Text),
+    # Of a reply that did not tell all it used: how much of the amount was taken from the estimate.
+    Column("assumed", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", "key", "unit", name="pk_budget_usage"),
     CheckConstraint("amount >= 0", name="amount"),
+)
+
+effects = Table(
+    "budget_effects",
+    metadata,
+    Column("root", String(255)),
+    Column("reservation_id", Uuid),
+    Column("key", String(255)),
+    # The attempt that had the effect.
+    Column("attempt", Integer, nullable=False),
+    # What it led to, as JSON, for later calls.
+    Column("value", Text),
+    Column("created_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_effects"),
+    # What is kept no longer is the oldest.
+    Index("ix_budget_effects_created", "root", "created_us"),
 )
 
 outbox = Table(

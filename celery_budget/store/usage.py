@@ -14,17 +14,26 @@ from celery_budget.core.reservations import (
     USED,
     AlreadyExtended,
     AlreadyRecorded,
+    Exceeded,
     Extended,
     Recorded,
     Refused,
 )
+from celery_budget.core.usage import Used
 from celery_budget.errors import InvalidAmount, PolicyError
 from celery_budget.store.balances import Move, key_of, move
-from celery_budget.store.insert import insert_new
-from celery_budget.store.reservations import lines_of, lock, raise_holds, set_holds, write_lines
+from celery_budget.store.insert import insert_each_new, insert_new
+from celery_budget.store.reservations import (
+    Lines,
+    lines_of,
+    lock,
+    raise_holds,
+    set_holds,
+    write_lines,
+)
 from celery_budget.store.schema import extensions, now_us, reservations, usage
 
-__all__ = ["extend", "is_unmetered", "record", "recorded"]
+__all__ = ["extend", "is_unmetered", "record", "recorded", "remaining"]
 
 
 def record(
@@ -33,67 +42,130 @@ def record(
     reservation_id: uuid.UUID,
     attempt: int,
     key: str,
-    amount: int,
-    unit: str | None = None,
+    used: Used,
 ) -> Recorded | AlreadyRecorded:
-    """Record ``amount`` under ``key``; nothing is added where the key is there already.
+    """Record what was used under ``key``; nothing is added where the key is there already.
 
     Locks the reservation, which only its own attempts use. Balances are locked only where the
     total passes the hold (the excess is added to it at once, over the limit if need be, and
     flagged) or where the reservation has ended (it is charged at once, as late).
 
-    :param unit: what is counted; none for the unit of the first budget that is charged by use. A
-        key stands for one record of each unit.
-    :raises PolicyError: where the request draws on no budget that is charged by use in that unit.
+    A key stands for one record of each unit. An attempt with a reply that does not tell all it used
+    is charged the greater of recorded and estimated, and flagged; when that reply tells it later,
+    what was assumed of it is taken back.
+
+    :raises PolicyError: where the request draws on no budget that is charged by use in a unit of
+        ``used``, or in none where that was read from a reply.
     :raises InvalidAmount: where the total would leave 64 bits.
     """
     row = lock(connection, root, reservation_id)
     if row is None:
         raise LookupError(f"reservation {reservation_id} is not in the ledger")
-    unit, metered = _metered(connection, root, reservation_id, unit)
+    drawn = _drawn_on(lines_of(connection, root, reservation_id), used)
     ended = row.state in TERMINAL
-    inserted = insert_new(
+    inserted = insert_each_new(
         connection,
         usage,
-        root=root,
-        reservation_id=reservation_id,
-        key=key,
-        unit=unit,
-        attempt=attempt,
-        amount=amount,
-        late=ended,
-        recorded_us=now_us(),
+        [
+            {
+                "root": root,
+                "reservation_id": reservation_id,
+                "key": key,
+                "unit": unit,
+                "attempt": attempt,
+                "amount": amount,
+                "late": ended,
+                "recorded_us": now_us(),
+                "details": used.details,
+                "assumed": 0 if unit in used.untold else None,
+            }
+            for unit, (amount, _) in drawn.items()
+        ],
+        usage.c.unit,
     )
-    if not inserted:
+    changes = {unit: drawn[unit][0] for unit in inserted}
+    whose = dict.fromkeys(inserted, attempt)
+    for unit in drawn.keys() - inserted:
         _note_repeated(connection, root, reservation_id, attempt, key, unit)
-        return AlreadyRecorded()
-    used = {line.line: line.used + amount for line in metered}
-    if max(used.values()) > MAX_AMOUNT:
-        raise InvalidAmount(f"usage of {max(used.values())} in one request cannot be counted")
-    write_lines(connection, root, reservation_id, {"used": used})
+        if row.unmetered and unit not in used.untold:
+            amount, _ = drawn[unit]
+            told = _tell(connection, root, reservation_id, key, unit, amount, used.details)
+            if told is not None:
+                changes[unit], whose[unit] = told
+    units = tuple(drawn)
+    if not changes:
+        return AlreadyRecorded(units)
+    untold = inserted & set(used.untold)
+    if row.unmetered or untold:
+        for unit in changes:
+            changes[unit] += _assume(connection, root, reservation_id, whose[unit], drawn[unit][1])
+    metered = [line for unit in changes for line in drawn[unit][1]]
+    totals = {line.line: line.used + changes[line.unit] for line in metered}
+    if max(totals.values()) > MAX_AMOUNT:
+        raise InvalidAmount(f"usage of {max(totals.values())} in one request cannot be counted")
+    write_lines(connection, root, reservation_id, {"used": totals})
+    exceeded = None
     if ended:
-        over = _charge_late(connection, root, reservation_id, metered, used)
+        over = _charge_late(connection, root, reservation_id, metered, totals)
     else:
-        holds = {line.line: max(line.reserved, used[line.line]) for line in metered}
-        over = any(holds[line.line] > line.reserved for line in metered)
+        holds = {line.line: max(line.reserved, totals[line.line]) for line in metered}
+        exceeded = next((line for line in metered if holds[line.line] > line.reserved), None)
+        over = exceeded is not None
         set_holds(connection, root, metered, holds, "exceed")
-    if over and not row.over:
-        connection.execute(
-            reservations.update()
-            .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
-            .values(over=True)
-        )
-    return Recorded(late=ended, over=over)
+    told_now = changes.keys() > inserted
+    _flag(connection, row, over=over, unmetered=bool(untold), told=told_now)
+    return Recorded(
+        ended,
+        over,
+        units,
+        exceeded
+        and Exceeded(exceeded.budget, exceeded.unit, totals[exceeded.line], exceeded.reserved),
+    )
 
 
-def _metered(
+def remaining(
     connection: Connection, root: str, reservation_id: uuid.UUID, unit: str | None
-) -> tuple[str, list[sa.Row[Any]]]:
+) -> int:
+    """Return how much of a unit a request may still use of what is held for it; locks nothing.
+
+    Of several budgets in that unit the one with the least counts.
+
+    :raises PolicyError: as :func:`record`.
+    """
+    _, metered = _metered(lines_of(connection, root, reservation_id), unit)
+    return max(0, min(int(line.reserved - line.used) for line in metered))
+
+
+def _drawn_on(of: Lines, used: Used) -> dict[str, tuple[int, Lines]]:
+    """Return the amount of each unit that counts, and the lines that it counts for.
+
+    :raises PolicyError: as :func:`record`.
+    """
+    if not used.of_reply:
+        drawn: dict[str, tuple[int, Lines]] = {}
+        for unit, amount in used.amounts.items():
+            name, metered = _metered(of, unit)
+            drawn[name] = amount, metered
+        return drawn
+    by_unit: dict[str, list[sa.Row[Any]]] = {}
+    for line in of:
+        if line.charge == USED:
+            by_unit.setdefault(line.unit, []).append(line)
+    drawn = {unit: (used.amounts[unit], by_unit[unit]) for unit in by_unit if unit in used.amounts}
+    if not drawn:
+        raise PolicyError(
+            "the task draws on no budget that is charged what it uses of what a reply tells; it "
+            f"can record {', '.join(sorted(by_unit)) or 'nothing'}"
+        )
+    return drawn
+
+
+def _metered(of: Lines, unit: str | None) -> tuple[str, Lines]:
     """Return a unit, by default the first, and the lines that are charged what is used of it.
 
     :raises PolicyError: where there are none.
     """
-    by_use = [line for line in lines_of(connection, root, reservation_id) if line.charge == USED]
+    by_use = [line for line in of if line.charge == USED]
     if unit is None and by_use:
         unit = by_use[0].unit
     metered = [line for line in by_use if line.unit == unit]
@@ -107,11 +179,110 @@ def _metered(
     return unit, metered
 
 
+def _tell(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    key: str,
+    unit: str,
+    amount: int,
+    details: str | None,
+) -> tuple[int, int] | None:
+    """Let a record that did not tell all tell it now; by how much it changed, and whose it is.
+
+    None where it had told all, or where more was known than it tells now.
+    """
+    this = sa.and_(
+        usage.c.root == root,
+        usage.c.reservation_id == reservation_id,
+        usage.c.key == key,
+        usage.c.unit == unit,
+    )
+    before = connection.execute(
+        sa.select(usage.c.amount, usage.c.assumed, usage.c.attempt).where(
+            this, usage.c.assumed.is_not(None)
+        )
+    ).first()
+    if before is None or amount < before.amount - before.assumed:
+        return None
+    connection.execute(
+        usage.update().where(this).values(amount=amount, assumed=None, details=details)
+    )
+    return amount - before.amount, before.attempt
+
+
+def _assume(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int, of: Lines
+) -> int:
+    """Have the records of an attempt that do not tell all make up for the rest of its estimate.
+
+    One of them does, with what is missing; the others with nothing. Where all is told nothing is
+    assumed. Returns by how much the attempt's total has changed.
+    """
+    unit = of[0].unit
+    estimate = max(line.estimate + line.extended for line in of)
+    rows = connection.execute(
+        sa.select(usage.c.key, usage.c.amount, usage.c.assumed)
+        .where(
+            usage.c.root == root,
+            usage.c.reservation_id == reservation_id,
+            usage.c.unit == unit,
+            usage.c.attempt == attempt,
+        )
+        .order_by(usage.c.key)
+    ).all()
+    known = sum(row.amount - (row.assumed or 0) for row in rows)
+    missing, change = max(0, estimate - known), 0
+    for row in rows:
+        if row.assumed is None:
+            continue
+        if row.assumed != missing:
+            connection.execute(
+                usage.update()
+                .where(
+                    usage.c.root == root,
+                    usage.c.reservation_id == reservation_id,
+                    usage.c.key == row.key,
+                    usage.c.unit == unit,
+                )
+                .values(amount=row.amount - row.assumed + missing, assumed=missing)
+            )
+            change += missing - row.assumed
+        missing = 0
+    return change
+
+
+def _flag(
+    connection: Connection, row: sa.Row[Any], *, over: bool, unmetered: bool, told: bool
+) -> None:
+    """Flag a reservation as over, and as unmetered until all of its records tell what they used."""
+    flags: dict[str, Any] = {}
+    if over and not row.over:
+        flags["over"] = True
+    if unmetered and not row.unmetered:
+        flags["unmetered"] = True
+    elif told and row.state not in TERMINAL:
+        flags["unmetered"] = sa.exists().where(
+            usage.c.root == row.root,
+            usage.c.reservation_id == row.reservation_id,
+            usage.c.assumed.is_not(None),
+        )
+    if flags:
+        connection.execute(
+            reservations.update()
+            .where(
+                reservations.c.root == row.root,
+                reservations.c.reservation_id == row.reservation_id,
+            )
+            .values(**flags)
+        )
+
+
 def _charge_late(
     connection: Connection,
     root: str,
     reservation_id: uuid.UUID,
-    metered: list[sa.Row[Any]],
+    metered: Lines,
     used: dict[int, int],
 ) -> bool:
     """Charge what was used beyond what the end has charged; tell whether that is over the estimate.
@@ -192,7 +363,7 @@ def extend(
     :param key: makes a repeat of the same call by the same attempt change nothing.
     :raises PolicyError: as :func:`record`.
     """
-    unit, longer = _metered(connection, root, reservation_id, unit)
+    unit, longer = _metered(lines_of(connection, root, reservation_id), unit)
     inserted = insert_new(
         connection,
         extensions,

@@ -5,6 +5,8 @@ A worker of ``tests.apps.shop`` gets them by the setting ``imports``.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ from celery import Task, current_app, group, shared_task
 from celery.exceptions import Ignore, Reject
 
 from celery_budget import BudgetedTask, BudgetExceeded, BudgetLine, budgeted, usage
+from tests.replies import load
 
 TENANT = "tenant:{tenant}"
 
@@ -279,3 +282,38 @@ def after_failure(failed_id: str, tenant: str = "") -> str:
 def inline_errback(request: Any, error: Any, traceback: Any, tenant: str = "") -> None:
     """An errback that Celery calls in the failed task's process."""
     note(f"inline {request.id}")
+
+
+@budgeted(budget=TENANT, estimate=40)
+@shared_task(name="steps.reply")
+def reply(tenant: str, name: str) -> bool:
+    """Record a provider's reply."""
+    return usage.record(load(name))
+
+
+@budgeted(budget=TENANT, estimate=40)
+@shared_task(name="steps.streamed")
+def streamed(tenant: str, name: str, until: int | None) -> int:
+    """Read a provider's stream, and die within."""
+    seen = 0
+    for _ in usage.stream(iter(load(name))):
+        seen += 1
+        if seen == until:
+            raise ConnectionError("gone")
+    return seen
+
+
+@budgeted(budget=TENANT, estimate=40, stop_at_hold=True)
+@shared_task(name="steps.careful")
+def careful(tenant: str) -> None:
+    """Use more than is reserved."""
+    while True:
+        usage.record(usage.remaining() or 5)
+
+
+@budgeted(budget=TENANT, estimate=40)
+@shared_task(name="steps.dies")
+def dies(tenant: str) -> None:
+    """Record a reply, and die before anything of it is returned."""
+    usage.record(load("mistral_chat"))
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -36,6 +36,7 @@ from celery_budget.core.reservations import (
     Reserved,
     Running,
 )
+from celery_budget.core.usage import Used
 from celery_budget.errors import HoldsOpen, RequestConflict, UnknownBudget
 from celery_budget.relay import BrokerDown, Rejected, Unpublishable
 from celery_budget.settings import Settings
@@ -281,6 +282,9 @@ def run(ledger: Ledger) -> None:
     assert attempt.record(4, key="one")
     assert not attempt.record(4, key="one")
     assert attempt.record(2, unit="usd")
+    assert attempt.write(Used({"tokens": 0}, True, {"tokens"}), "untold")[0]
+    assert attempt.write(Used({"tokens": 3}, True), "untold")[0]
+    assert attempt.remaining() == 3
     assert attempt.record(40)
     assert attempt.extend(5, key="more") == Extended(5)
     assert attempt.extend(5, key="more") == AlreadyExtended()
@@ -295,7 +299,7 @@ def run(ledger: Ledger) -> None:
 def retry(ledger: Ledger) -> None:
     request, attempt = ledger.start(10)
     attempt.record(3)
-    following, written = ledger.retry(request, attempt)
+    following, written = ledger.retry(replace(request, prices="of today"), attempt)
     assert written == Reserved(request.reservation_id)
     assert attempt.end(RETRIED)
     again = ledger.run(following)

@@ -22,6 +22,7 @@ from sqlalchemy.pool import Pool
 from celery_budget import admission, budgeted, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved
+from celery_budget.core.usage import Used
 from celery_budget.errors import UnknownBudget
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets, claims, migrate, quarantine, schema
@@ -72,12 +73,17 @@ BASELINE = {
         "record": Cost(5, 1),
         "record over the hold": Cost(8, 1),
         "record twice": Cost(5, 1),
+        "record two units": Cost(5, 1),
+        # With the flag, and the part of the estimate that is missing.
+        "record what is not told": Cost(8, 1),
+        "what remains": Cost(1, 1),
         "write a retry": Cost(8, 1),
         "end in a retry": Cost(8, 1),
         "end": Cost(11, 1),
         "close": Cost(4, 1),
         "release": Cost(7, 1),
-        "sweep": Cost(5, 4),
+        # With a look for messages, and one for effects, that are kept no longer.
+        "sweep": Cost(7, 5),
         "balance": Cost(1, 1),
     },
     "sqlite": {
@@ -104,12 +110,15 @@ BASELINE = {
         "record": Cost(4, 1),
         "record over the hold": Cost(9, 1),
         "record twice": Cost(4, 1),
+        "record two units": Cost(4, 1),
+        "record what is not told": Cost(7, 1),
+        "what remains": Cost(1, 1),
         "write a retry": Cost(7, 1),
         "end in a retry": Cost(7, 1),
         "end": Cost(12, 1),
         "close": Cost(3, 1),
         "release": Cost(8, 1),
-        "sweep": Cost(4, 4),
+        "sweep": Cost(5, 5),
         "balance": Cost(1, 1),
     },
 }
@@ -323,6 +332,25 @@ def test_usage_is_recorded_twice(ledger: Ledger, costs: Expect) -> None:
     attempt.record(3, key="reply")
     with costs("record twice"):
         assert not attempt.record(3, key="reply")
+
+
+def test_usage_of_two_units_is_recorded(ledger: Ledger, costs: Expect) -> None:
+    ledger.set("usd", 100, "micro-usd")
+    attempt = ledger.run(ledger.reserve(10, ("usd", 10)))
+    with costs("record two units"):
+        assert attempt.write(Used({"tokens": 3, "micro-usd": 4}))[0]
+
+
+def test_usage_is_not_told(ledger: Ledger, costs: Expect) -> None:
+    _, attempt = ledger.start()
+    with costs("record what is not told"):
+        assert attempt.write(Used({"tokens": 0}, True, {"tokens"}))[0]
+
+
+def test_what_remains_is_looked_up(ledger: Ledger, costs: Expect) -> None:
+    _, attempt = ledger.start()
+    with costs("what remains"):
+        assert attempt.remaining() == 10
 
 
 @pytest.mark.parametrize("outcome", [RETURNED, RAISED], ids=lambda outcome: str(outcome.kind))

@@ -241,7 +241,12 @@ class First:
         """The attempt that a worker of the first release had claimed."""
         request = self.requests[name]
         return Attempt(
-            self.store, "default", request.reservation_id, number, self.claims[name], None
+            self.store,
+            Settings(database_url="sqlite://"),
+            "default",
+            request.reservation_id,
+            number,
+            self.claims[name],
         )
 
 

@@ -24,8 +24,17 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
+    "MissingExtra": (
+        ("a price", "prices"), ["a price needs", "pip install 'celery-budget[prices]'"],
+    ),
+    "ReservationExhausted": (
+        ("tenant:acme", "tokens", 12, 10),
+        ["12 tokens", "'tenant:acme'", "10 were", "usage.extend"],
+    ),
+    "UnknownPrice": (("m-1", "p"), ["'m-1'", "'p'", "provider=", "budget_prices"]),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
+    "NotRunning": (("effect()",), ["effect() is for a task", "none runs in this thread"]),
     "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
     "RequestRuns": (("t-1", "running"), ["t-1", "running", "revoke('t-1', terminate=True)"]),

@@ -331,6 +331,7 @@ def a_story(**changes: Any) -> Story:
         changes.pop("messages", ()),
         changes.pop("attempts", (attempt,)),
         changes.pop("usage", ({**record, "recorded_us": 4 * SECOND},)),
+        changes.pop("effects", ()),
     )
 
 
@@ -399,6 +400,11 @@ def test_a_story_tells_open_attempts_and_late_usage() -> None:
     assert events(a_story(usage=(late,)))[-1] == (
         "attempt 1 used 12,000 (resp-1), after the request had ended"
     )
+
+
+def test_a_story_tells_effects() -> None:
+    effect = {"attempt": 1, "key": "mail", "value": '"sent"', "created_us": 4 * SECOND}
+    assert "attempt 1 had effect mail" in events(a_story(effects=(effect,)))
 
 
 def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
     values: dict[str, Any] = {
         "str": "reject", "int": 7, "float": 7.5,
         "Mapping[str, str]": {"eu": "amqp://eu//"},
+        "Mapping[str, Mapping[str, Decimal]]": {"m-1": {"input_mtok": Decimal("0.15")}},
     }  # fmt: skip
     wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
     wanted |= {"database_url": URL, "listen_url": LISTEN}
@@ -63,7 +65,17 @@ BAD: list[Any] = [
     ("listen_url", URL, "the ledger's PostgreSQL"),
     ("root", "", "give text"),
     ("root", "a\nb", "control characters"),
+    ("money_unit", "a\nb", "control characters"),
+    ("prices", "m-1", "no mapping of models"),
+    ("prices", {"m-1": 0.15}, "input_mtok"),
+    ("prices", {"m-1": {}}, "input_mtok"),
+    ("prices", {"m-1": {"input_mtok": -1}}, "a number of dollars"),
+    ("prices", {"m-1": {"input_mtok": "much"}}, "a number of dollars"),
+    ("prices", {"m-1": {"input_mtok": float("nan")}}, "a number of dollars"),
+    ("prices", {"m-1": {"input_mtok": True}}, "a number of dollars"),
     ("unreserved", "maybe", "'admit' or 'reject'"),
+    ("effect_retention_seconds", 0, "above 0"),
+    ("effect_retention_seconds", 86_399, "by budget_park_seconds a message may come again"),
     ("lease_seconds", 0.5, "shorter than a second"),
     ("lease_seconds", 0, "above 0"),
     ("lease_seconds", -1, "above 0"),
@@ -106,12 +118,14 @@ def test_times_are_told_in_the_units_of_the_store() -> None:
         park_seconds=2,
         publish_seconds=3,
         republish_seconds=4,
+        effect_retention_seconds=5,
         lock_seconds=0.25,
     )
     assert settings.lease_us == 1_500_000
     assert settings.park_us == 2_000_000
     assert settings.publish_us == 3_000_000
     assert settings.republish_us == 4_000_000
+    assert settings.effect_retention_us == 5_000_000
     assert settings.lock_ms == 250
 
 

@@ -22,7 +22,7 @@ from psycopg.rows import dict_row
 from sqlalchemy import event, orm
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from celery_budget import budgeted
+from celery_budget import asettle, budgeted, effect, settle
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.store import schema
 from tests.integration.support import Shop
@@ -80,6 +80,22 @@ class Client:
             self.enlisted(body)
             if undo:
                 raise Undone
+
+    def effect(self, key: str, body: Body) -> Any:
+        """Call ``body(first)`` in a block that has an effect; what it returned."""
+        with effect(self.given, key) as first:
+            return body(first)
+
+    def effect_in_savepoint(self, key: str, body: Body, undo: bool) -> None:
+        """The same in a savepoint, which is then released or rolled back."""
+        with suppress(Undone), self.savepoint():
+            self.effect(key, body)
+            if undo:
+                raise Undone
+
+    def settle(self, value: Any) -> None:
+        """Settle the task that runs."""
+        settle(self.given, value)
 
     def close(self) -> None:
         self._stack.close()
@@ -189,6 +205,26 @@ class Async(Sqlalchemy):
 
         with suppress(Undone):
             self.wait(block())
+
+    async def aeffect(self, key: str, body: Body) -> Any:
+        async with effect(self.given, key) as first:
+            return body(first)
+
+    def effect(self, key: str, body: Body) -> Any:
+        return self.wait(self.aeffect(key, body))
+
+    def effect_in_savepoint(self, key: str, body: Body, undo: bool) -> None:
+        async def block() -> None:
+            async with self.savepoint():
+                await self.aeffect(key, body)
+                if undo:
+                    raise Undone
+
+        with suppress(Undone):
+            self.wait(block())
+
+    def settle(self, value: Any) -> None:
+        self.wait(asettle(self.given, value))
 
 
 class AsyncSessions(Async):

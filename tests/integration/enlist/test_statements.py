@@ -14,6 +14,7 @@ from celery import group
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
+from celery_budget import budgeted
 from celery_budget.store import schema
 from tests.integration.enlist.support import Caller
 
@@ -108,3 +109,30 @@ def test_a_batch_in_our_own_transaction(known: tuple[Caller, str], count: int) -
             caller.draft.delay("a")
     # The lock time-out on PostgreSQL; on SQLite what begins the transaction.
     assert len(said) == 1 + SEVERAL[dialect]
+
+
+#: As a block, with the reservation, the claim and the proof; then another savepoint for the value.
+EFFECT = {"postgresql": 1 + 4 + 3 + 5, "sqlite": 1 + 3 + 3 + 3}
+#: As a block, with what was stored beside these.
+REPEATED = {"postgresql": 1 + 4 + 4, "sqlite": 1 + 3 + 4}
+
+
+def test_an_effect(known: tuple[Caller, str]) -> None:
+    caller, dialect = known
+    client = caller.client
+    counted: list[int] = []
+
+    @budgeted(budget="tenant:b", estimate=1)
+    @caller.shop.app.task(name="shop.effects", shared=False)
+    def effects() -> None:
+        with heard() as said:
+            client.effect("mail", lambda first: first.store(1))
+        counted.append(len(said))
+        client.commit()
+        with heard() as said:
+            client.effect("mail", lambda first: None)
+        counted.append(len(said))
+        client.commit()
+
+    effects.apply().get(disable_sync_subtasks=False)
+    assert counted == [EFFECT[dialect], REPEATED[dialect]]

@@ -1,0 +1,80 @@
+"""What became of a task's call: told to the ledger undisturbed, and written as that keeps it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from celery.exceptions import SoftTimeLimitExceeded
+from kombu import serialization
+from kombu.exceptions import EncodeError
+from kombu.utils.json import dumps
+
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
+
+__all__ = ["undisturbed", "written_error", "written_value"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def undisturbed(function: Callable[..., T], *args: Any) -> T:
+    """Call ``function``, again should the task's soft time limit strike meanwhile (it does once).
+
+    The limit is for the task's work. While the ledger is waited for there is none, and what has
+    been done is to be settled. Both claim and end find what an interrupted call has committed.
+    """
+    try:
+        return function(*args)
+    except SoftTimeLimitExceeded:
+        return function(*args)
+
+
+def written_value(budget: CeleryBudget, task: Any, request: Any, value: Any) -> str | None:
+    """Return a return value as kept for a replay; none where nobody would need it.
+
+    :raises EncodeError: where Celery could not store the result either.
+    """
+    wanted = not task.ignore_result and request.ignore_result is not True
+    if not wanted and not (request.callbacks or request.chain or request.chord):
+        return None
+    serializer = budget.app.conf.result_serializer
+    try:
+        content_type, content_encoding, body = serialization.dumps(value, serializer=serializer)
+    except EncodeError:
+        if wanted:
+            raise
+        return None
+    return _capped(budget, task, dumps([content_type, content_encoding, body]))
+
+
+def written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | None:
+    """Return an exception as kept for a replay; none where it cannot be written as JSON."""
+    try:
+        written = dumps(task.backend.prepare_exception(error, serializer="json"))
+    except Exception:
+        logger.warning(
+            "the error of task %s[%s] cannot be kept for a replay",
+            task.name,
+            task.request.id,
+            exc_info=True,
+        )
+        return None
+    return _capped(budget, task, written)
+
+
+def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:
+    if len(written) <= budget.settings.outcome_bytes:
+        return written
+    logger.warning(
+        "the outcome of task %s[%s] has %d bytes, above budget_outcome_bytes (%d); it cannot be "
+        "given again should this worker go away before the result is stored",
+        task.name,
+        task.request.id,
+        len(written),
+        budget.settings.outcome_bytes,
+    )
+    return None

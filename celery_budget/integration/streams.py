@@ -1,0 +1,127 @@
+"""Streams of replies: passed on chunk by chunk, and recorded when they end, die or are left."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from typing import Any, TypeVar
+
+from celery_budget import metering
+from celery_budget.core.identity import new_id
+from celery_budget.errors import BudgetError, InvalidReply
+from celery_budget.integration.replies import record_reply
+from celery_budget.metering import Reply
+from celery_budget.settlement import Attempt
+
+__all__ = ["Reading", "pass_on", "pass_on_async"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NOTHING = Reply(None, None, None, None, None, whole=False)
+
+
+class Reading:
+    """A reply that is being read.
+
+    :param how: how it is to be read; as for :func:`celery_budget.metering.read`.
+    """
+
+    def __init__(self, attempt: Attempt, key: str | None, how: dict[str, Any]) -> None:
+        self._attempt = attempt
+        # Of its own, for replies without an id: recording it again must add nothing.
+        self._key, self._own_key = key, f"stream-{new_id()}"
+        self._how = how
+        self._gathered = metering.Gathered()
+        self._lock = threading.Lock()
+        self._begun = self._over = False
+        self._at_end = self._give_up
+        attempt.unfinished.append(self._at_end)
+
+    def begin(self) -> None:
+        """Note that somebody reads: there is something to pay for."""
+        self._begun = True
+
+    def add(self, chunk: object) -> None:
+        """Take in a chunk; one that cannot be read is passed on all the same."""
+        try:
+            self._gathered.add(chunk)
+        except Exception:
+            logger.exception("a chunk of a reply cannot be read for its usage: %r", type(chunk))
+
+    def finish(self, died: bool) -> None:
+        """Record what has arrived; once.
+
+        :raises BudgetError: as ``usage.record`` for a whole reply, unless the stream has died and
+            raises for itself. What it used is recorded then, by the estimate if need be.
+        """
+        with self._lock:
+            if self._over:
+                return
+            error = self._record(died) if self._begun else None
+            self._over = True
+            if self._at_end in self._attempt.unfinished:
+                self._attempt.unfinished.remove(self._at_end)
+        if error is not None and not died:
+            raise error
+        if error is not None:
+            logger.warning("of a reply that was not read to its end: %s", error)
+
+    def _give_up(self) -> None:
+        self.finish(died=True)
+
+    def _record(self, died: bool) -> BudgetError | None:
+        """Record the reply as far as it is there; return what is wrong with it."""
+        reply, unread = NOTHING, None
+        whole = self._gathered.finished or not died
+        try:
+            reply = metering.read(self._gathered.reply, whole=whole, **self._how)
+        except InvalidReply as error:
+            unread = error
+        key = self._key or reply.id or self._own_key
+        try:
+            record_reply(self._attempt, reply, key)
+        except BudgetError as error:
+            return unread or error
+        return unread
+
+
+def pass_on(reading: Reading, chunks: Iterable[T]) -> Iterator[T]:
+    """Yield ``chunks``, and record them at their end, or where the reader leaves them."""
+    reading.begin()
+    died = True
+    try:
+        for chunk in chunks:
+            reading.add(chunk)
+            yield chunk
+        died = False
+    finally:
+        try:
+            reading.finish(died)
+        finally:
+            if died and callable(close := getattr(chunks, "close", None)):
+                close()
+
+
+async def pass_on_async(reading: Reading, chunks: AsyncIterable[T]) -> AsyncIterator[T]:
+    """Do as :func:`pass_on` for an asynchronous iterator."""
+    reading.begin()
+    died = True
+    try:
+        async for chunk in chunks:
+            reading.add(chunk)
+            yield chunk
+        died = False
+    finally:
+        try:
+            reading.finish(died)
+        finally:
+            for name in ("aclose", "close"):
+                if died and callable(close := getattr(chunks, name, None)):
+                    closing = close()
+                    if inspect.isawaitable(closing):
+                        await closing
+                    break
