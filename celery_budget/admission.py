@@ -35,6 +35,7 @@ from celery_budget.store import (
     Store,
     attempts,
     batch,
+    canvases,
     continuations,
     outbox,
     parked,
@@ -124,7 +125,9 @@ class Publication:
     :ivar parent: the reservation whose attempt publishes a message without a request.
     :ivar needs: the reservation without which such a message must not go out: it tells of it.
     :ivar canvas: the canvas with a request id that it is part of. What of that has no budget goes
-        out with what has: not again where all of that was admitted before.
+        out with the first of it that is admitted, and never again.
+    :ivar prepare: of what is no message: what is to be done before those of its unit go out, and
+        goes with those without a budget. Called with no budget locked; again it does nothing.
     :ivar message_id: of a message without a request: by it the same call finds it written.
     """
 
@@ -135,6 +138,7 @@ class Publication:
     parent: uuid.UUID | None = None
     needs: uuid.UUID | None = None
     canvas: str | None = None
+    prepare: Callable[[], object] | None = None
     message_id: uuid.UUID = field(default_factory=new_id)
 
 
@@ -148,8 +152,8 @@ def admit_many(
     """Admit several publications in one transaction and a fixed number of statements.
 
     All or none; with ``partial`` all or none of each unit. Messages without a budget go with the
-    others of theirs. What continues running work is parked where it does not fit, a statement for
-    each.
+    others of theirs; those of a canvas with a request id once, also where that is admitted by two
+    at a time. What continues running work is parked where it does not fit, a statement for each.
 
     :return: what came of each, in their order; none for those without a request. An error of one is
         an outcome here: none raises but where the whole batch fails.
@@ -169,6 +173,47 @@ def _admit_many(
     outbox.lock_orders(
         connection, settings.root, [one.message for one in publications if one.message]
     )
+    again = _gone_before(connection, settings.root, publications)
+    if any(one.prepare is not None and one.message_id not in again for one in publications):
+        _prepare(connection, settings, publications, again, partial)
+    outcomes = _admit_requests(connection, settings, publications, partial)
+    outbox.enqueue_plain(
+        connection,
+        settings.root,
+        [
+            (one.message_id, one.message, one.parent)
+            for one in _written(publications, outcomes, again, partial)
+            if one.message is not None
+        ],
+    )
+    return outcomes
+
+
+def _prepare(
+    connection: Connection,
+    settings: Settings,
+    publications: Sequence[Publication],
+    again: set[uuid.UUID],
+    partial: bool,
+) -> None:
+    """Do what is to be done before publications go out, of those that would.
+
+    They are admitted for a look, and that is undone: what is refused leaves nothing behind, and no
+    budget is locked for as long as a result backend takes.
+    """
+    with canvases.undone(connection):
+        outcomes = _admit_requests(connection, settings, publications, partial)
+    for one in _written(publications, outcomes, again, partial):
+        if one.prepare is not None:
+            one.prepare()
+
+
+def _admit_requests(
+    connection: Connection,
+    settings: Settings,
+    publications: Sequence[Publication],
+    partial: bool,
+) -> list[Tried | Parked | None]:
     outcomes: list[Tried | Parked | None] = [None] * len(publications)
     for continuation in (True, False):
         numbers = [
@@ -183,21 +228,62 @@ def _admit_many(
             tried = _admit_units(connection, settings, some, partial)
         for number, outcome in zip(numbers, tried, strict=True):
             outcomes[number] = outcome
-    written = _written(publications, outcomes, partial)
-    outbox.enqueue_plain(
-        connection,
-        settings.root,
-        [(one.message_id, one.message, one.parent) for one in written if one.message is not None],
-    )
     return outcomes
+
+
+def _gone_before(
+    connection: Connection, root: str, publications: Sequence[Publication]
+) -> set[uuid.UUID]:
+    """Return the ids of what has no budget and went out with an earlier admission of its canvas.
+
+    That is where anything of its unit was admitted or parked before, even if it was released since;
+    of a unit without a budget, anything of the canvas. Locks the canvases.
+    """
+    named = [(one, canvas) for one, canvas in _with_canvases(publications) if canvas is not None]
+    if not named:
+        return set()
+    canvases.lock(connection, root, {canvas for _, canvas in named})
+    task_ids = [one.request.task_id for one, _ in named if one.request is not None]
+    known = canvases.known(connection, root, task_ids)
+    # The same canvas may come twice in one batch.
+    first: dict[str, int] = {}
+    begun: dict[tuple[int | None, str], bool] = {}
+    for one, canvas in named:
+        if one.request is not None:
+            task_id = one.request.task_id
+            before = task_id in known or first.setdefault(task_id, one.unit) != one.unit
+            for whole in ((one.unit, canvas), (None, canvas)):
+                begun[whole] = begun.get(whole, False) or before
+    return {
+        one.message_id
+        for one, canvas in named
+        if one.request is None
+        and one.needs is None
+        and begun.get((one.unit, canvas), begun.get((None, canvas), False))
+    }
+
+
+def _with_canvases(
+    publications: Sequence[Publication],
+) -> list[tuple[Publication, str | None]]:
+    """Return publications, each with the canvas it belongs to.
+
+    What Celery adds to a canvas (``celery.chord_unlock``) is part of its unit.
+    """
+    of_unit = {one.unit: one.canvas for one in publications if one.canvas is not None}
+    return [(one, one.canvas or of_unit.get(one.unit)) for one in publications]
 
 
 def _written(
     publications: Sequence[Publication],
     outcomes: Sequence[Tried | Parked | None],
+    again: set[uuid.UUID],
     partial: bool,
 ) -> list[Publication]:
-    """Return the messages without a budget that go out, by what came of the requests."""
+    """Return what has no budget and goes out, by what came of the requests.
+
+    :param again: what went out before.
+    """
     both = list(zip(publications, outcomes, strict=True))
     turned = {
         one.unit
@@ -209,15 +295,14 @@ def _written(
     admitted = [(one, outcome) for one, outcome in both if isinstance(outcome, (Reserved, Parked))]
     reserved = {outcome.reservation_id for _, outcome in both if isinstance(outcome, Reserved)}
     begun = {one.canvas for one, _ in admitted}
-    # A message that Celery adds to a canvas (celery.chord_unlock) is part of its unit.
-    canvases = {one.unit: one.canvas for one in publications if one.canvas is not None}
     return [
         one
-        for one in publications
+        for one, canvas in _with_canvases(publications)
         if one.request is None
+        and one.message_id not in again
         and one.unit not in turned
         and (one.needs is None or one.needs in reserved)
-        and (one.canvas or canvases.get(one.unit)) in (None, *begun)
+        and canvas in (None, *begun)
     ]
 
 
@@ -250,15 +335,21 @@ def _admit_or_park(
     if not publications:
         return []
     asked = _asked(publications)
-    tried = batch.reserve_many(
-        connection, settings.root, asked, units=range(len(asked)), note=False
+    ended = continuations.ended_unrun(connection, settings.root, [request for request, _ in asked])
+    new = [one for one in asked if one[0].reservation_id not in ended]
+    tried = (
+        batch.reserve_many(connection, settings.root, new, units=range(len(new)), note=False)
+        if new
+        else ()
     )
-    return [
-        Parked(parked.park(connection, request, message, settings.park_us))
-        if isinstance(outcome, Refused) and message is not None
-        else outcome
-        for (request, message), outcome in zip(asked, tried, strict=True)
-    ]
+    outcomes: dict[uuid.UUID, Tried | Parked] = dict(ended)
+    for (request, message), outcome in zip(new, tried, strict=True):
+        outcomes[request.reservation_id] = (
+            Parked(parked.park(connection, request, message, settings.park_us))
+            if isinstance(outcome, Refused) and message is not None
+            else outcome
+        )
+    return [outcomes[request.reservation_id] for request, _ in asked]
 
 
 def _asked(publications: Sequence[Publication]) -> list[batch.Asked]:
@@ -334,27 +425,18 @@ def count_refusal(
     )
 
 
-def admit_parked(
-    store: Store, settings: Settings, ended: Callable[[str, str], None], limit: int = 100
-) -> int:
+def admit_parked(store: Store, settings: Settings, limit: int = 100) -> int:
     """Look at parked work, what waited longest since its last look first, and admit what fits.
 
     Each in a transaction of its own, so that what is admitted does not wait for the others. What
     cannot be decided (a budget that is gone, an id that is in use for something else) changes
-    nothing and waits until its time is over. What waited longer than it may is given up: the result
-    is stored first, so that a crash in between comes back here.
+    nothing and waits until its time is over. What waited longer than it may is given up.
 
-    :param ended: called with the task id and the reason for each that is given up.
     :return: how much was admitted.
     """
     admitted = 0
     for row in store.read(parked.waiting, settings.root, limit):
         if row.over:
-            try:
-                ended(row.task_id, continuations.GIVEN_UP)
-            except Exception:
-                logger.exception("the result of task %s could not be stored", row.task_id)
-                continue
             store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id)
             continue
         try:

@@ -1,22 +1,23 @@
 """Recovery: what nobody else would bring to an end.
 
-Attempts whose lease lapsed, attempts that ended without being closed, and published messages that
-were never started. All of it is found without locks and looked at again behind the lock of its
-reservation before it is changed, so that several may run. What is kept no longer is deleted.
+Attempts whose lease lapsed, attempts that ended without being closed, published messages that were
+never started, and results that have still to be stored. All of it is found without locks and looked
+at again behind a lock before it is changed, so that several may run. What is kept no longer is
+deleted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from celery_budget.core.reservations import Released
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, effects, lapses, outbox, reservations
+from celery_budget.store import Store, attempts, effects, lapses, outbox, reservations, untold
 from celery_budget.store.lapses import REPLAY_LEASES
+from celery_budget.telling import tell
 
 __all__ = ["Recovered", "Results", "run_once"]
 
@@ -25,6 +26,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LIMIT = 100
+#: After how many failures in a row the rest of its kind waits for the next pass.
+IN_A_ROW = 3
+#: How long a piece that failed is left alone.
+AGAIN_US = 10_000_000
 #: How often in one pass that many messages, and effects, are deleted that are kept no longer.
 PRUNES = 100
 
@@ -53,29 +58,37 @@ class Recovered:
     replayed: int = 0
     republished: int = 0
     undelivered: int = 0
+    told: int = 0
 
 
 def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
+    root = settings.root
     steps: Counter[str] = Counter()
-    for seen in store.read(lapses.lapsed, settings.root, LIMIT):
-        recover = _recover_running if seen.ended_us is None else _recover_unclosed
-        step = _guarded(recover, store, settings, results, seen)
-        if step is not None:
-            steps[step] += 1
-            logger.warning(
-                "attempt %s of task %s[%s] lapsed: %s",
-                seen.attempt,
-                seen.task_name,
-                seen.task_id,
-                step,
-            )
-    for silent in store.read(outbox.silent, settings.root, LIMIT):
-        step = _guarded(_recover_silent, store, settings, results, silent)
-        if step is not None:
-            steps[step] += 1
+    for seen, step in _bring_on(
+        store.read(lapses.lapsed, root, LIMIT),
+        lambda seen: _recover_attempt(store, settings, results, seen),
+        lambda seen: store.run(lapses.postpone, root, seen, AGAIN_US),
+    ):
+        steps[step] += 1
+        logger.warning(
+            "attempt %s of task %s[%s] lapsed: %s", seen.attempt, seen.task_name, seen.task_id, step
+        )
+    for _, step in _bring_on(
+        store.read(outbox.silent, root, LIMIT),
+        lambda silent: _recover_silent(store, settings, results, silent),
+        lambda silent: store.run(outbox.postpone, root, silent, AGAIN_US),
+    ):
+        steps[step] += 1
+    # Last, so that what has just ended is told as well.
+    for _, step in _bring_on(
+        store.read(untold.due, root, LIMIT),
+        lambda one: "told" if tell(store, root, results.ended, one) else None,
+        lambda one: None,  # Taking it has postponed it.
+    ):
+        steps[step] += 1
     for _ in range(PRUNES):
-        if store.run(outbox.prune, settings.root, LIMIT) < LIMIT:
+        if store.run(outbox.prune, root, LIMIT) < LIMIT:
             break
     for _ in range(PRUNES):
         if store.run(effects.prune, settings.root, settings.effect_retention_us, LIMIT) < LIMIT:
@@ -83,19 +96,38 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
     return Recovered(**steps)
 
 
-def _guarded(
-    recover: Callable[[Store, Settings, Results, T], str | None],
-    store: Store,
-    settings: Settings,
-    results: Results,
-    seen: T,
+def _bring_on(
+    pieces: Iterable[T], recover: Callable[[T], str | None], postpone: Callable[[T], None]
+) -> Iterator[tuple[T, str]]:
+    """Recover pieces one after another; yield each that was brought on, and how.
+
+    One that fails is postponed, so that the next pass sees the others. Where several fail in a row
+    the result backend is down: the rest is left to the next pass, not to a time-out for each.
+    """
+    failed = 0
+    for piece in pieces:
+        try:
+            step = recover(piece)
+        except Exception:
+            logger.exception("could not recover %s; it is tried again", piece)
+            try:
+                postpone(piece)
+            except Exception:
+                logger.exception("nor could it be postponed")
+            failed += 1
+            if failed == IN_A_ROW:
+                return
+            continue
+        failed = 0
+        if step is not None:
+            yield piece, step
+
+
+def _recover_attempt(
+    store: Store, settings: Settings, results: Results, seen: lapses.OpenAttempt
 ) -> str | None:
-    """Recover one piece; one that fails (a result backend that is down) must not stop the rest."""
-    try:
-        return recover(store, settings, results, seen)
-    except Exception:
-        logger.exception("could not recover %s; it is tried again", seen)
-        return None
+    recover = _recover_running if seen.ended_us is None else _recover_unclosed
+    return recover(store, settings, results, seen)
 
 
 def _recover_running(
@@ -110,25 +142,15 @@ def _recover_running(
     """
     ready = results.ready(seen.task_id)
     again = seen.late_ack and seen.deliveries < settings.max_deliveries
-    claim_id = seen.claim_id
-    if ready is None and not again:
-        # The claim first, so that its worker cannot come back in between; then the result, then
-        # the ledger: a crash leaves a lapsed attempt, and all of it is done once more.
-        fenced = store.run(lapses.fence, settings.root, seen, settings.lease_us)
-        if fenced is None:
-            return None
-        claim_id = fenced
-        results.ended(seen.task_id, "lost")
     state = store.run(
         lapses.abandon,
         settings.root,
         seen.reservation_id,
         seen.attempt,
-        claim_id,
+        seen.claim_id,
         again=again,
         park_us=settings.park_us,
         ready=ready,
-        only_lapsed=claim_id == seen.claim_id,
     )
     return {"waiting": "rerun", "lost": "lost", "settled": "finished", None: None}[state]
 
@@ -168,10 +190,7 @@ def _recover_silent(
         store.run(reservations.release, settings.root, seen.reservation_id, "result stored")
         return "finished"
     if seen.publishes >= settings.max_publishes:
-        results.ended(seen.task_id, "undelivered")
-        released = store.run(
-            reservations.release, settings.root, seen.reservation_id, "undelivered"
-        )
-        return "undelivered" if isinstance(released, Released) else None
+        ended = store.run(lapses.undelivered, settings.root, seen)
+        return "undelivered" if ended else None
     again = store.run(outbox.republish, settings.root, seen)
     return "republished" if again else None

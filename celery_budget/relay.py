@@ -20,13 +20,13 @@ from celery_budget.core.backoff import backoff_seconds
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.settings import Settings
-from celery_budget.store import Store, claims, quarantine, reservations
+from celery_budget.store import Store, claims, quarantine
 from celery_budget.store.claims import Due
 from celery_budget.store.wakeup import Sleeper
+from celery_budget.telling import Ended, tell_task
 
 __all__ = [
     "BrokerDown",
-    "Ended",
     "Publisher",
     "Rejected",
     "Relay",
@@ -47,8 +47,6 @@ LONGEST_OUTAGE_SECONDS = 5.0
 PUBLISHING = 0.5
 #: Of how many messages without an answer the count is kept.
 MOST_UNANSWERED = 10_000
-#: Why a request ends that was not published in time.
-EXPIRED = "expired"
 
 
 class BrokerDown(Exception):
@@ -95,12 +93,6 @@ class Publisher(Protocol):
 
     def reset(self) -> None:
         """Drop all connections, so that the next publish opens a new one."""
-
-
-class Ended(Protocol):
-    """Called for each request that ends before it ran, before the ledger says so."""
-
-    def __call__(self, task_id: str, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -228,8 +220,7 @@ class Relay:
             self._bring_on(batch.fence, due, steps)
         self.hand_back()
         ordered = any(due.message.order_key is not None for due in batch.messages)
-        full = len(batch.messages) == settings.batch_size
-        return (full or ordered or batch.behind > 0) and not self._rests[broker].lasts
+        return (batch.full or ordered or batch.behind > 0) and not self._rests[broker].lasts
 
     def _next(self) -> Due | None:
         with self._lock:
@@ -238,7 +229,7 @@ class Relay:
     def _bring_on(self, fence: uuid.UUID, due: Due, steps: Counter[str]) -> None:
         """Publish a message, or bring it to its end; count what was done."""
         if due.expired and not due.started:
-            steps["released"] += self._release(fence, due)
+            steps["released"] += self._expire(fence, due)
             return
         rest = self._rests[due.message.broker]
         message = due.message
@@ -309,12 +300,12 @@ class Relay:
         )
 
     def _isolate(self, fence: uuid.UUID, due: Due, reason: str, error: str) -> bool:
-        """Put a message that cannot be published into quarantine; tell whether it is there now.
+        """Put a message that cannot be published into quarantine; return whether it is there now.
 
-        The result is stored first: a crash in between comes back here. One whose task was started
-        is tried again: it may still be published for a replay, or go with its reservation.
+        One whose task was started is tried again: it may still be published for a replay, or go
+        with its reservation.
         """
-        if due.started or not self._told(due, quarantine.UNPUBLISHABLE):
+        if due.started:
             self._postpone(fence, due, error)
             return False
         isolated = self._store.run(
@@ -322,38 +313,29 @@ class Relay:
         )
         if isolated:
             logger.error("%s is in quarantine, %s: %s", _named(due), reason, error)
+            self._tell(due)
         return isolated
 
-    def _release(self, fence: uuid.UUID, due: Due) -> bool:
-        """End a message whose time is over, as :meth:`_isolate` does."""
-        if not self._told(due, EXPIRED):
-            self._postpone(fence, due, EXPIRED)
-            return False
-        root = self._settings.root
-        if due.reservation_id is None:
-            self._store.run(claims.forget, root, fence, due.outbox_id)
-        else:
-            self._store.run(reservations.release, root, due.reservation_id, EXPIRED)
-        return True
+    def _expire(self, fence: uuid.UUID, due: Due) -> bool:
+        """End a message whose time is over; return whether it has ended now."""
+        expired = self._store.run(claims.expire, self._settings.root, fence, due)
+        if expired:
+            self._tell(due)
+        return expired
 
-    def _told(self, due: Due, reason: str) -> bool:
-        """Store the result of a task that will not run; tell whether that could be done.
+    def _tell(self, due: Due) -> None:
+        """Store the result of a task that has just ended, unless the backend is to be left alone.
 
         A result backend that is down must not hold up the other messages: it is not asked again for
-        a while, longer each time. Events start no task.
+        a while, longer each time. What is not told here, recovery tells.
         """
-        if not due.message.task_name:
-            return True
         if self._results_rest.lasts:
-            return False
-        try:
-            self._ended(due.message.task_id, reason)
-        except Exception:
-            logger.exception("the result of %s could not be stored", _named(due))
+            return
+        task_id = due.message.task_id
+        if tell_task(self._store, self._settings.root, self._ended, task_id):
+            self._results_rest.end()
+        else:
             self._results_rest.begin(FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
-            return False
-        self._results_rest.end()
-        return True
 
 
 @dataclass

@@ -22,12 +22,12 @@ class Used:
     :ivar amounts: by unit; under none in the unit of the first budget that is charged by use.
     :ivar of_reply: whether it was read from a provider's reply, which tells of more units than the
         task draws on: the others are left out.
-    :ivar untold: the units in which more may have been used than it tells: the attempt is charged
-        the estimate at least.
+    :ivar incomplete: the units in which more may have been used than it tells: the attempt is
+        charged the estimate at least.
     :ivar details: what it was read from, in JSON.
     """
 
     amounts: Mapping[str | None, int]
     of_reply: bool = False
-    untold: Collection[str] = ()
+    incomplete: Collection[str] = ()
     details: str | None = None

@@ -8,17 +8,30 @@ once for all applications: what they publish is one unit of one batch where the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.canvas import _chain, _chord, group
 from celery.result import GroupResult
 
+from celery_budget.core.identity import derived_id
 from celery_budget.errors import PolicyError
 from celery_budget.integration.batch import Batch, TurnedAway, current_batch, together
+from celery_budget.integration.chords import told_at_admission
 from celery_budget.integration.context import find_installed
-from celery_budget.integration.ids import begins_with_budget, check_parts, check_whole, identified
+from celery_budget.integration.ids import (
+    begins_with_budget,
+    check_parts,
+    check_whole,
+    identified,
+    is_named,
+)
+from celery_budget.integration.terms import CANVAS
+
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
 
 __all__ = ["install"]
 
@@ -33,6 +46,8 @@ def install() -> None:
     for kind, wrapped in ((group, _group), (_chain, _named), (_chord, _whole)):
         if not hasattr(kind.apply_async, _ORIGINAL):
             kind.apply_async = wrapped(kind.apply_async)
+    if not hasattr(_chord.freeze, _ORIGINAL):
+        _chord.freeze = _frozen(_chord.freeze)
 
 
 def _wrapping(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,12 +135,24 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
                 "reserve= is not for a chord: nobody can tell what its body needs before its "
                 "header has ended; leave it out"
             )
-        if app.conf.task_always_eager or not begins_with_budget(app, given.canvas):
+        if not _is_collected(budget, given.canvas):
             return original(given.canvas, args, kwargs, *rest, **given.options)
-        with together(budget):
+        with _as_one(budget, given.canvas):
             return original(given.canvas, args, kwargs, *rest, **given.options)
 
     return _wrapping(original, apply_async)
+
+
+def _frozen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a chord in a canvas with a request id give its group the same id each time."""
+
+    def freeze(self: Any, *rest: Any, **options: Any) -> Any:
+        if CANVAS in self.options and not isinstance(self.tasks, group):
+            group_id = str(derived_id("header", self.options["task_id"]))
+            self.tasks = group(self.tasks, app=self.app, task_id=group_id)
+        return original(self, *rest, **options)
+
+    return _wrapping(original, freeze)
 
 
 def _group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,11 +166,11 @@ def _group(original: Callable[..., Any]) -> Callable[..., Any]:
         if budget is None:
             return original(self, args, kwargs, *rest, **options)
         given = _given(self, args, kwargs, options)
-        if app.conf.task_always_eager or not begins_with_budget(app, given.canvas):
+        if not _is_collected(budget, given.canvas):
             result = original(given.canvas, args, kwargs, *rest, **given.options)
             return _without(app, result, []) if given.partial else result
         if not given.partial:
-            with together(budget):
+            with _as_one(budget, given.canvas):
                 return original(given.canvas, args, kwargs, *rest, **given.options)
         if current_batch(budget) is not None:
             raise PolicyError(
@@ -155,6 +182,22 @@ def _group(original: Callable[..., Any]) -> Callable[..., Any]:
         return _without(app, result, batch.refused)
 
     return _wrapping(original, apply_async)
+
+
+def _is_collected(budget: CeleryBudget, canvas: Any) -> bool:
+    """Tell whether a canvas is admitted, and not published by Celery as ever."""
+    if budget.app.conf.task_always_eager:
+        return False
+    return current_batch(budget) is not None or begins_with_budget(budget.app, canvas)
+
+
+@contextmanager
+def _as_one(budget: CeleryBudget, canvas: Any) -> Iterator[None]:
+    """Have a canvas admitted as a whole and, where it has a request id, the backend told once."""
+    with together(budget) as batch:
+        named = is_named(canvas)
+        with told_at_admission(budget.app.backend, batch) if named else nullcontext():
+            yield
 
 
 def _without(app: Any, result: Any, refused: list[TurnedAway]) -> Any:

@@ -112,7 +112,7 @@ class Gate:
             task_id=task_id,
             task_name=name,
             stage=terms.stage,
-            fingerprint=_within(call.ours.canvas, terms.fingerprint.digest),
+            fingerprint=_within(call.ours.made_of, terms.fingerprint.digest),
             estimator=terms.estimator,
             estimator_version=terms.version,
             lines=terms.evaluation.lines,
@@ -232,7 +232,8 @@ class _Ours:
     """The options of a publication that are for us; Celery would make properties of them.
 
     :ivar planned: the reservation of a chain's step that was reserved with the whole chain.
-    :ivar canvas: what the canvas is made of whose request id the task's id derives from.
+    :ivar canvas: the id of the canvas whose request id the task's id derives from.
+    :ivar made_of: what that canvas is made of.
     """
 
     request_id: Any = None
@@ -242,13 +243,16 @@ class _Ours:
     partial: Any = False
     planned: Any = None
     canvas: Any = None
+    made_of: Any = None
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> _Ours:
         """Take them out of ``options``. Of a canvas they reach tasks without a budget as well."""
         flags = ("finishing", "partial")
         named = {name: options.pop(name, False if name in flags else None) for name in GIVEN}
-        return cls(**named, planned=options.pop(PLANNED, None), canvas=options.pop(CANVAS, None))
+        canvas, made_of = options.pop(CANVAS, None) or (None, None)
+        planned = options.pop(PLANNED, None)
+        return cls(**named, planned=planned, canvas=canvas, made_of=made_of)
 
     def check(self, name: str) -> None:
         """Check what was given.
@@ -363,11 +367,11 @@ class _Sink:
                 logger.warning("the task-sent event could not be stored", exc_info=True)
 
 
-def _within(canvas: Any, digest: str) -> str:
+def _within(made_of: Any, digest: str) -> str:
     """Return the fingerprint of a task that is part of a canvas: in another one it is another."""
-    if canvas is None:
+    if made_of is None:
         return digest
-    return f"1:{hashlib.sha256(f'{digest} {canvas}'.encode()).hexdigest()}"
+    return f"1:{hashlib.sha256(f'{digest} {made_of}'.encode()).hexdigest()}"
 
 
 def _is_step(request: ReserveRequest) -> bool:

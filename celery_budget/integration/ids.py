@@ -22,6 +22,7 @@ __all__ = [
     "check_whole",
     "fix_link_ids",
     "identified",
+    "is_named",
 ]
 
 #: The kinds of signatures that are made of others.
@@ -70,13 +71,16 @@ def identified(
     places = list(_places(canvas, ""))
     if not any(_has_budget(app, task) for _, task in places):
         return canvas
-    owner = _owner(app, canvas, args, kwargs or {})
-    shape = json.dumps([owner, named, [(path, task["task"]) for path, task in places]])
-    told = hashlib.sha256(shape.encode()).hexdigest()
+    first, owner = _beginning(app, canvas, args, kwargs or {})
+    shape = json.dumps([(path, task["task"]) for path, task in places])
+    made_of = hashlib.sha256(shape.encode()).hexdigest()
+    whole = str(derived_id("canvas", owner, named))
 
     def options(path: str, given: dict[str, Any]) -> dict[str, Any]:
-        task_id = str(derived_id("canvas", owner, named, path))
-        return {"task_id": task_id, **given, CANVAS: told}
+        # One task is the same in all canvases under this id, by which another one is found out.
+        place = "first" if path == first else path
+        task_id = str(derived_id("canvas", owner, named, place))
+        return {"task_id": task_id, **given, CANVAS: [whole, made_of]}
 
     return _with_options(canvas, options, "")
 
@@ -133,7 +137,12 @@ def _parts(signature: Any) -> Iterator[Any]:
 
 def begins_with_budget(app: Celery, canvas: Any) -> bool:
     """Tell whether any of the tasks that a canvas starts with has a budget."""
-    return any(_has_budget(app, task) for task in _heads(canvas))
+    return any(_has_budget(app, task) for _, task in _heads(canvas, ""))
+
+
+def is_named(canvas: Any) -> bool:
+    """Tell whether a canvas has a request id, or is part of one that has."""
+    return any(CANVAS in task["options"] for _, task in _heads(canvas, ""))
 
 
 def _has_budget(app: Celery, task: Any) -> bool:
@@ -144,8 +153,14 @@ def _has_budget(app: Celery, task: Any) -> bool:
     return policy_of(app, name) is not None
 
 
-def _owner(app: Celery, canvas: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for task in _heads(canvas):
+def _beginning(
+    app: Celery, canvas: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str]:
+    """Return the place and the first budget of the first task with one that a canvas starts with.
+
+    :raises PolicyError: where it starts with none.
+    """
+    for path, task in _heads(canvas, ""):
         given = (
             (tuple(task["args"]), task["kwargs"])
             if task.get("immutable")
@@ -153,7 +168,7 @@ def _owner(app: Celery, canvas: Any, args: tuple[Any, ...], kwargs: dict[str, An
         )
         terms = terms_of(app, task["task"], *given)
         if terms is not None:
-            return terms.evaluation.budget
+            return path, terms.evaluation.budget
     raise PolicyError(
         "the request_id of a canvas is one of the budget that its first task names, and none of "
         "the tasks it starts with has a budget; have the canvas begin with one that has, or leave "
@@ -161,17 +176,17 @@ def _owner(app: Celery, canvas: Any, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-def _heads(signature: Any) -> Iterator[Any]:
-    """Yield the tasks that a canvas starts with."""
+def _heads(signature: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tasks that a canvas starts with, and their places."""
     members = _members(signature)
     if members is None:
-        yield signature
-    elif signature["subtask_type"] == "chain":
-        yield from _heads(members[0][1]) if members else ()
-    else:
-        for path, member in members:
-            if path != "body":
-                yield from _heads(member)
+        yield path, signature
+        return
+    if signature["subtask_type"] == "chain":
+        members = members[:1]
+    for place, member in members:
+        if place != "body":
+            yield from _heads(member, f"{path}.{place}")
 
 
 def _places(signature: Any, path: str) -> Iterator[tuple[str, Any]]:

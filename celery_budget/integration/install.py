@@ -11,7 +11,7 @@ from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import settlement
+from celery_budget import settlement, telling
 from celery_budget.core.reservations import Closed, Missing, Running
 from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
 from celery_budget.integration import canvas, eager_canvas
@@ -62,8 +62,8 @@ class CeleryBudget(Ledger):
         """End the request of a task that has not started; cancelling it again changes nothing.
 
         What it holds is given back, its message is dropped or, where a worker gets it all the
-        same, ignored, and ``REVOKED`` is stored as its result. One that waits for a retry is
-        settled at what it has used.
+        same, ignored, and ``REVOKED`` is stored as its result; by the sweep, where the result
+        backend is down. One that waits for a retry is settled at what it has used.
 
         :raises UnknownRequest: where nothing is known of it.
         :raises RequestRuns: where it runs or has run; nothing was changed.
@@ -75,8 +75,7 @@ class CeleryBudget(Ledger):
             raise RequestRuns(task_id, "running")
         if isinstance(outcome, Closed):
             raise RequestRuns(task_id, outcome.state)
-        # After the ledger: a crash in between is made good by cancelling once more.
-        BackendResults(self.app).ended(task_id, "cancelled")
+        telling.tell_task(self.store, self.settings.root, BackendResults(self.app).ended, task_id)
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

@@ -19,6 +19,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
 from celery_budget.integration.capture import DELAY_BITS, DELAYED_EXCHANGE, Envelope, read
 from celery_budget.integration.context import installed_on
+from celery_budget.integration.filesystem import write_whole_files
 from celery_budget.relay import PUBLISHING, BrokerDown, Rejected, Unpublishable
 
 __all__ = ["KombuPublisher"]
@@ -208,6 +209,7 @@ class _Link:
             options.setdefault("socket_timeout", self._answer_seconds)
             options.setdefault("socket_connect_timeout", self._answer_seconds)
         connection.transport_options = options
+        write_whole_files(connection)
         connection.ensure_connection(max_retries=1, interval_start=0)
         if _is_amqp(connection):
             # For all that is waited for, and all that is sent: a broker that has stalled says no

@@ -146,7 +146,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep) -> None:
     results = BackendResults(budget.app)
     steps: tuple[Callable[[], object], ...] = (
         upkeep.run_once,
-        lambda: admission.admit_parked(budget.store, budget.settings, results.ended),
+        lambda: admission.admit_parked(budget.store, budget.settings),
         lambda: recovery.run_once(budget.store, budget.settings, results),
     )
     first: Exception | None = None

@@ -16,7 +16,7 @@ from celery_budget.integration.inline import gated_task
 
 __all__ = ["CANVAS", "PLANNED", "Terms", "plan", "terms_of"]
 
-#: The option of a task that belongs to a canvas with a request id: what the canvas is made of.
+#: The option of a task of a canvas with a request id: the canvas' id, and what it is made of.
 CANVAS = "budget_canvas"
 
 #: The option of a chain's later step that names the reservation it was planned with.

@@ -78,7 +78,7 @@ def counted(
     amounts[TOKENS] = counts.get("input_tokens", 0) + counts.get("output_tokens", 0)
     amounts[REQUESTS] = 1
     amounts[money_unit] = 0
-    untold = set() if reply.whole and reply.counts is not None else set(amounts) - {REQUESTS}
+    incomplete = set() if reply.whole and reply.counts is not None else set(amounts) - {REQUESTS}
     details: dict[str, Any] = {
         "provider": reply.provider,
         "model": reply.model,
@@ -96,8 +96,8 @@ def counted(
             details["prices"] = priced.prices
         except BudgetError as error:
             why = error
-            untold.add(money_unit)
-    names = frozenset(unit for unit in untold if unit is not None)
+            incomplete.add(money_unit)
+    names = frozenset(unit for unit in incomplete if unit is not None)
     return Used(amounts, True, names, json.dumps(details)), why
 
 

@@ -67,7 +67,11 @@ ISOLATED = {
 }
 
 #: Open work that is no request, in the singular.
-_OPEN = {"unclosed": "attempt not closed", "due": "message due"}
+_OPEN = {
+    "unclosed": "attempt not closed",
+    "due": "message due",
+    "untold": "result not stored",
+}
 
 
 def _titled(title: str, body: RenderableType) -> Group:

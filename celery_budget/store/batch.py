@@ -48,6 +48,7 @@ _Standing = tuple[dict[str, Level], set[str]]
 TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged)
 
 __all__ = [
+    "MOST_KEYS",
     "TURNED_AWAY",
     "columns_of",
     "first_unknown",

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,7 +19,9 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.messages import RANKS, WireMessage
 from celery_budget.core.reservations import CLAIMABLE
+from celery_budget.store import untold
 from celery_budget.store.outbox import delete, let_follow, message_of
+from celery_budget.store.reservations import lock, release
 from celery_budget.store.schema import (
     IS_NEXT,
     IS_UNPUBLISHED,
@@ -28,14 +31,24 @@ from celery_budget.store.schema import (
     reservations,
 )
 
+#: Why a request ends that was not published in time.
+EXPIRED = "expired"
+
+#: Of how many bytes a batch is, whatever the number of its messages: a relay has them in memory.
+MOST_BYTES = 16 * 1024 * 1024
+
 __all__ = [
+    "EXPIRED",
+    "MOST_BYTES",
     "Batch",
     "Due",
     "claim_due",
+    "expire",
     "forget",
     "give_back",
     "lock_taken",
     "mark_published",
+    "recall",
     "reschedule",
 ]
 
@@ -67,11 +80,13 @@ class Batch:
     :ivar messages: in the order in which they are to be published.
     :ivar behind: how many were passed by, now and until they follow, since an unpublished message
         with the same order key comes first.
+    :ivar full: whether no more fitted into it, so that more may be due.
     """
 
     fence: uuid.UUID
     messages: tuple[Due, ...] = ()
     behind: int = 0
+    full: bool = False
 
 
 def claim_due(
@@ -81,6 +96,7 @@ def claim_due(
 
     By rank, then by the time they are due. Of those with one order key only the first that is not
     published, and what follows it directly: they are in the order in which they were written.
+    No more than :data:`MOST_BYTES` of them, or one that is larger; the rest keep their places.
 
     Locks those rows and skips what another relay is taking. A relay that dies gives them back
     when the time is over: the message may then be published twice, and is claimed once. Of two
@@ -89,10 +105,11 @@ def claim_due(
     found = connection.execute(
         _next(connection.dialect.name), {"root": root, "broker": broker, "most": limit}
     ).all()
-    turns = _in_turn(found)
-    behind = _pass_by(connection, root, [row for row in found if row.outbox_id not in turns])
-    if not turns:
+    in_turn = _in_turn(found)
+    behind = _pass_by(connection, root, [row for row in found if row.outbox_id not in in_turn])
+    if not in_turn:
         return Batch(fence, (), behind)
+    turns = _that_fit(in_turn)
     rows = connection.execute(
         _TAKE, {"of_root": root, "ids": list(turns), "hold_us": hold_us, "fence": fence}
     ).all()
@@ -110,7 +127,8 @@ def claim_due(
         for outbox_id, before in turns.items()
         for row in [taken[outbox_id]]
     )
-    return Batch(fence, messages, behind)
+    full = len(messages) == limit or len(messages) < len(in_turn)
+    return Batch(fence, messages, behind, full)
 
 
 #: Made once, as all statements of a claim: making them takes longer than they take.
@@ -136,11 +154,15 @@ def _next(dialect: str) -> sa.Select[Any]:
     are enough: what is due later, or of a later rank, is not read.
     """
     most = sa.bindparam("most", type_=sa.Integer)
-    ready = _candidates().order_by(outbox.c.due_us, outbox.c.outbox_id).limit(most)
+    # Neither reads a body for it: PostgreSQL keeps a value's octets beside it, SQLite a blob's.
+    # For SQLite an envelope is as long as its characters.
+    length = sa.func.octet_length if dialect == "postgresql" else sa.func.length
+    candidates = _candidates().add_columns(
+        (length(outbox.c.body) + length(outbox.c.envelope)).label("size")
+    )
     if dialect != "postgresql":
-        return (
-            _candidates().order_by(outbox.c.rank, outbox.c.due_us, outbox.c.outbox_id).limit(most)
-        )
+        return candidates.order_by(outbox.c.rank, outbox.c.due_us, outbox.c.outbox_id).limit(most)
+    ready = candidates.order_by(outbox.c.due_us, outbox.c.outbox_id).limit(most)
     ranks = sa.func.generate_series(0, RANKS - 1).table_valued("number").render_derived("ranks")
     each = (
         ready.where(outbox.c.rank == ranks.c.number)
@@ -213,6 +235,19 @@ def _in_turn(found: Sequence[sa.Row[Any]]) -> dict[uuid.UUID, sa.Row[Any]]:
         if row.order_key is None or row.outbox_id in turns
     )
     return {row.outbox_id: row for row in ordered}
+
+
+def _that_fit(turns: dict[uuid.UUID, sa.Row[Any]]) -> dict[uuid.UUID, sa.Row[Any]]:
+    """Return the first of them up to :data:`MOST_BYTES`, and the very first in any case.
+
+    What comes before another by its order key stays before it.
+    """
+    sizes = accumulate(row.size for row in turns.values())
+    return {
+        outbox_id: row
+        for number, ((outbox_id, row), size) in enumerate(zip(turns.items(), sizes, strict=True))
+        if number == 0 or size <= MOST_BYTES
+    }
 
 
 def _pass_by(connection: Connection, root: str, rows: Sequence[sa.Row[Any]]) -> int:
@@ -401,9 +436,60 @@ def lock_taken(
     ).first()
 
 
-def forget(connection: Connection, root: str, fence: uuid.UUID, outbox_id: uuid.UUID) -> None:
-    """Delete a message without a reservation that will not be published.
+def expire(connection: Connection, root: str, fence: uuid.UUID, due: Due) -> bool:
+    """End a message whose time is over, and its reservation with it; its result is to be told.
 
-    Nothing happens where another relay has taken it since.
+    Locks the reservation, the message, the balances: nobody who holds one of those waits for a
+    message that was taken. Against a claim the one that locks the reservation first wins. False,
+    and nothing changed, where the task has been started or has ended, and where another relay has
+    taken the message since.
     """
-    delete(connection, root, _taken(root, fence, [outbox_id]), outbox.c.reservation_id.is_(None))
+    if due.reservation_id is not None:
+        row = lock(connection, root, due.reservation_id)
+        if row is None or row.state not in CLAIMABLE:
+            return False
+    if lock_taken(connection, root, fence, due.outbox_id) is None:
+        return False
+    if due.reservation_id is None:
+        forget(connection, root, fence, due.outbox_id)
+    else:
+        release(connection, root, due.reservation_id, EXPIRED)
+    # Events start no task.
+    if due.message.task_name:
+        untold.note(connection, root, due.message.task_id, EXPIRED, due.reservation_id)
+    return True
+
+
+def forget(connection: Connection, root: str, fence: uuid.UUID, outbox_id: uuid.UUID) -> None:
+    """Have a message without a reservation published no more; what follows its order key may be.
+
+    Nothing happens where another relay has taken it since. That of an attempt's successor stays
+    until the attempt is closed, as if it were published: a replay would write it again. Locks the
+    message, then what follows it.
+    """
+    mine = sa.and_(_taken(root, fence, [outbox_id]), outbox.c.reservation_id.is_(None))
+    kept = connection.execute(
+        outbox.update()
+        .where(mine, outbox.c.parent_id.is_not(None))
+        .values(state="published", taken_by=None, behind=False)
+        .returning(outbox.c.order_key)
+    ).scalars()
+    let_follow(connection, root, kept.all())
+    delete(connection, root, mine)
+
+
+def recall(connection: Connection, root: str, parent_id: uuid.UUID, task_id: str) -> None:
+    """Delete what :func:`forget` has kept of an attempt's successor, for it to be written anew.
+
+    What was published in fact stays. Locks the message, for whose order key the caller has the
+    lock: whoever writes one has that first.
+    """
+    delete(
+        connection,
+        root,
+        outbox.c.parent_id == parent_id,
+        outbox.c.task_id == task_id,
+        outbox.c.reservation_id.is_(None),
+        outbox.c.state == "published",
+        outbox.c.published_us.is_(None),
+    )

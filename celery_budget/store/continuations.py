@@ -8,6 +8,7 @@ used, so that two of them never wait for each other's holds.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -28,7 +29,8 @@ from celery_budget.core.reservations import (
     ReserveRequest,
     Running,
 )
-from celery_budget.store import outbox, parked
+from celery_budget.store import outbox, parked, untold
+from celery_budget.store.batch import MOST_KEYS
 from celery_budget.store.requests import note_given_up, reserve
 from celery_budget.store.reservations import (
     drop_lines,
@@ -54,6 +56,7 @@ __all__ = [
     "GIVEN_UP",
     "again_request",
     "cancel",
+    "ended_unrun",
     "give_up",
     "hold_next",
     "next_attempt",
@@ -73,12 +76,51 @@ def reserve_or_park(
     park_us: int,
 ) -> Reserved | AlreadyReserved | Parked:
     """Admit a continuation, or park it; a repeat changes nothing. Locks as :func:`reserve`."""
+    before = ended_unrun(connection, request.root, [request])
+    if before:
+        return before[request.reservation_id]
     admitted = reserve(
         connection, request, message, delivered_us=delivered_us, note_refusal=False, lock_ms=lock_ms
     )
     if isinstance(admitted, Refused):
         return Parked(parked.park(connection, request, message, park_us))
     return admitted
+
+
+def ended_unrun(
+    connection: Connection, root: str, requests: Sequence[ReserveRequest]
+) -> dict[uuid.UUID, AlreadyReserved]:
+    """Return which requests their parent has made before, and have ended without a run, by id.
+
+    They stay ended, though their ids may be reserved anew: whoever waits for them was told, and a
+    replay of the parent asks for nothing new. One SELECT, none for what has no parent; locks
+    nothing: one that ends meanwhile is admitted once more, and not twice.
+    """
+    made = [one for one in requests if one.parent is not None]
+    ended: dict[Any, uuid.UUID] = {}
+    for first in range(0, len(made), MOST_KEYS):
+        some = made[first : first + MOST_KEYS]
+        found = connection.execute(
+            sa.select(
+                reservations.c.parent_id,
+                reservations.c.task_id,
+                reservations.c.nesting,
+                reservations.c.fingerprint,
+                reservations.c.reservation_id,
+            ).where(
+                reservations.c.root == root,
+                reservations.c.task_id.in_([one.task_id for one in some]),
+                reservations.c.parent_id.is_not(None),
+                reservations.c.state == "released",
+            )
+        )
+        ended.update({row[:4]: row.reservation_id for row in found})
+    return {
+        one.reservation_id: AlreadyReserved(ended[key], one.task_id)
+        for one in made
+        for key in [(one.parent, one.task_id, one.nesting, one.fingerprint)]
+        if key in ended
+    }
 
 
 def next_attempt(
@@ -285,7 +327,8 @@ def cancel(
     """End a request that does not run: give back what it holds, drop its message.
 
     Of a task that replaced itself, its last request. One that waits between attempts is settled at
-    what it used. Whoever gets the message afterwards finds it ended. A repeat finds it cancelled.
+    what it used. Whoever gets the message afterwards finds it ended. Its result is to be told. A
+    repeat finds it cancelled, and has that told again.
 
     Locks the reservation, its parked row, its balances, its outbox rows; against a claim or a
     settlement the one that locks the reservation first wins.
@@ -305,7 +348,10 @@ def cancel(
     if row is not None and (row.state not in TERMINAL or waits is None):
         if waits is not None and row.state != "running":
             parked.unpark(connection, root, waits)
-        return release(connection, root, row.reservation_id, CANCELLED)
+        released = release(connection, root, row.reservation_id, CANCELLED)
+        if isinstance(released, Released):
+            untold.note(connection, root, task_id, CANCELLED, row.reservation_id)
+        return released
     if waits is None:
         return Missing()
     request = parked.lock_parked(connection, root, waits, wait=True)
@@ -313,7 +359,7 @@ def cancel(
         # It was admitted, or given up, meanwhile.
         return cancel(connection, root, task_id)
     parked.unpark(connection, root, request.parked_id)
-    note_given_up(connection, parked.request_of(request), CANCELLED)
+    _never_admitted(connection, parked.request_of(request), CANCELLED)
     return Released(task_id, "released")
 
 
@@ -322,7 +368,8 @@ def give_up(
 ) -> bool:
     """Drop a parked row whose time is over; the reservation that waited for it is settled.
 
-    A request that never had one stays known as released, having held nothing.
+    A request that never had one stays known as released, having held nothing. The result of its
+    task is to be told.
 
     Locks as :func:`try_parked`. False while the attempt it follows still runs.
     """
@@ -335,7 +382,13 @@ def give_up(
         return False
     parked.unpark(connection, root, parked_id)
     if reservation_id is None:
-        note_given_up(connection, parked.request_of(row), GIVEN_UP)
-    else:
-        release(connection, root, reservation_id, GIVEN_UP)
+        _never_admitted(connection, parked.request_of(row), GIVEN_UP)
+    elif isinstance(release(connection, root, reservation_id, GIVEN_UP), Released):
+        untold.note(connection, root, row.task_id, GIVEN_UP, reservation_id)
     return True
+
+
+def _never_admitted(connection: Connection, request: ReserveRequest, reason: str) -> None:
+    """Note how a request ended that was parked and never had a reservation."""
+    note_given_up(connection, request, reason)
+    untold.note(connection, request.root, request.task_id, reason, request.reservation_id)

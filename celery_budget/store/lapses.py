@@ -13,9 +13,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
-from celery_budget.store import outbox, plans, usage
+from celery_budget.store import outbox, plans, untold, usage
 from celery_budget.store.attempts import (
     NOBODY,
     attempt_key,
@@ -33,12 +32,16 @@ __all__ = [
     "REPLAY_LEASES",
     "OpenAttempt",
     "abandon",
-    "fence",
     "lapsed",
     "open_of",
+    "postpone",
     "republish_ended",
     "unclaimed_lost",
+    "undelivered",
 ]
+
+#: Why a request ends whose message nobody started, however often it was published.
+UNDELIVERED = "undelivered"
 
 #: A replay may take this many leases before the message is published once more.
 REPLAY_LEASES = 2
@@ -103,6 +106,20 @@ def unclaimed_lost(connection: Connection, root: str, task_id: str, again: bool)
         release(connection, root, row.reservation_id, "worker_lost")
 
 
+def undelivered(connection: Connection, root: str, seen: outbox.Silent) -> bool:
+    """Release a request that nobody has started, however often; its result is to be told.
+
+    Locks its reservation, its balances, its messages. False where it was started, or has ended,
+    since its message was ``seen``.
+    """
+    row = lock(connection, root, seen.reservation_id)
+    if row is None or row.state not in CLAIMABLE:
+        return False
+    release(connection, root, seen.reservation_id, UNDELIVERED)
+    untold.note(connection, root, row.task_id, UNDELIVERED, row.reservation_id)
+    return True
+
+
 def lapsed(connection: Connection, root: str, limit: int) -> list[OpenAttempt]:
     """Return open attempts whose lease is over, longest first. Locks nothing."""
     rows = connection.execute(
@@ -112,6 +129,23 @@ def lapsed(connection: Connection, root: str, limit: int) -> list[OpenAttempt]:
         .limit(limit)
     )
     return [OpenAttempt(**row._mapping) for row in rows]
+
+
+def postpone(connection: Connection, root: str, seen: OpenAttempt, wait_us: int) -> None:
+    """Let a lapsed attempt be for ``wait_us``, so that others come first meanwhile.
+
+    One statement, locking the attempt. Nothing happens where it was renewed, claimed, closed or
+    postponed since it was ``seen``.
+    """
+    connection.execute(
+        attempts.update()
+        .where(
+            attempt_key(root, seen.reservation_id, seen.attempt),
+            attempts.c.claim_id == seen.claim_id,
+            attempts.c.lease_until_us <= now_us(),
+        )
+        .values(lease_until_us=now_us() + wait_us)
+    )
 
 
 def _select_open() -> sa.Select[Any]:
@@ -164,28 +198,6 @@ def republish_ended(
     return bool(extended)
 
 
-def fence(connection: Connection, root: str, seen: OpenAttempt, lease_us: int) -> uuid.UUID | None:
-    """Take the claim of a running attempt that lapsed; its worker has no say any more.
-
-    Locks its reservation, and passes it by where that cannot be had: while an effect of the attempt
-    is in a transaction that is open. None then, and where it has ended or was renewed since it was
-    ``seen``. Whoever takes it has ``lease_us`` to end it; then it has lapsed again.
-    """
-    key = (root, seen.reservation_id, seen.attempt, seen.claim_id)
-    if owned(connection, *key, TAKING, pass_by=True) is None:
-        return None
-    claim_id = new_id()
-    taken = connection.execute(
-        attempts.update()
-        .where(
-            attempt_key(root, seen.reservation_id, seen.attempt),
-            attempts.c.lease_until_us <= now_us(),
-        )
-        .values(claim_id=claim_id, boot_id=NOBODY, lease_until_us=now_us() + lease_us)
-    ).rowcount
-    return claim_id if taken else None
-
-
 def abandon(
     connection: Connection,
     root: str,
@@ -200,9 +212,10 @@ def abandon(
 ) -> str | None:
     """End a running attempt whose outcome is not known; return the state reached.
 
-    None where it has ended or was renewed in the meantime. Locks the reservation, then its
-    balances. An effect of the attempt in a transaction that is open has it pass the reservation by
-    (none as well), or wait where the process is known to be gone, and its transaction soon.
+    None where it has ended or was renewed in the meantime. Its worker has no say any more: where it
+    is lost, its result is to be told. Locks the reservation, its balances, its messages. An effect
+    of the attempt in a transaction that is open has it pass the reservation by (none as well), or
+    wait where the process is known to be gone, and its transaction soon.
 
     :param again: have it run again: the reservation waits, what this attempt recorded stays
         recorded. Otherwise it is lost and flagged: the greater of recorded and estimated is charged
@@ -210,7 +223,8 @@ def abandon(
     :param park_us: how long it may wait where it does not fit again on top of what it used.
     :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
         with it, charged like a lost one unless something was recorded.
-    :param only_lapsed: leave it alone while its lease is valid; false where its process is gone.
+    :param only_lapsed: leave it alone while its lease is valid. Otherwise its process is known to
+        be gone, and Celery, which knows it too, stores the result of a lost one.
     """
     key = (root, reservation_id, attempt, claim_id)
     row = owned(connection, *key, TAKING, pass_by=only_lapsed)
@@ -258,4 +272,6 @@ def abandon(
     if ready == "returned" and row.plan_id is not None:
         plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
+    if state == "lost" and only_lapsed:
+        untold.note(connection, root, row.task_id, state, reservation_id)
     return state

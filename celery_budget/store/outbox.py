@@ -41,6 +41,7 @@ __all__ = [
     "lock_orders",
     "make_due",
     "message_of",
+    "postpone",
     "prune",
     "republish",
     "silent",
@@ -278,6 +279,19 @@ def republish(connection: Connection, root: str, seen: Silent) -> bool:
             .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
             .values(state="due", due_us=now_us(), taken_by=None, behind=False)
         ).rowcount
+    )
+
+
+def postpone(connection: Connection, root: str, seen: Silent, wait_us: int) -> None:
+    """Let a silent message be for ``wait_us``, so that others come first meanwhile.
+
+    One statement, locking the message. Nothing happens where its attempt has started, or it is
+    published again, since it was ``seen``.
+    """
+    connection.execute(
+        outbox.update()
+        .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
+        .values(due_us=now_us() + wait_us)
     )
 
 

@@ -24,7 +24,7 @@ from celery_budget.core.reservations import (
     ReserveRequest,
 )
 from celery_budget.errors import RequestConflict
-from celery_budget.store import claims, outbox, parked
+from celery_budget.store import claims, outbox, parked, untold
 from celery_budget.store.claims import Due
 from celery_budget.store.continuations import again_request
 from celery_budget.store.outbox import columns_of, message_of
@@ -58,7 +58,9 @@ def isolate(
     """Move a message that cannot be published into quarantine; its reservation ends.
 
     One that never ran is ``released``, one that waited between attempts is settled at what it used;
-    what follows the message by its order key may be published.
+    the result of its task is to be told, and what follows the message by its order key may be
+    published. Of one without a reservation that follows an attempt a row stays in the outbox, so
+    that a replay does not write it again.
 
     Locks the reservation, its balances, then the message. Against a claim the one that locks the
     reservation first wins. False, and nothing changed, where the task has been started or has
@@ -92,6 +94,9 @@ def isolate(
         claims.forget(connection, root, fence, due.outbox_id)
     else:
         release(connection, root, due.reservation_id, UNPUBLISHABLE)
+    # Events start no task.
+    if due.message.task_name:
+        untold.note(connection, root, due.message.task_id, UNPUBLISHABLE, due.reservation_id)
     return True
 
 
@@ -107,7 +112,8 @@ def requeue(
     """Publish a message of the quarantine again: what drew on a budget is admitted anew.
 
     The same request and message, but for the reservation's id. ``Refused``, and it stays where it
-    is, where that does not fit. A message that drew on no budget just goes to the outbox.
+    is, where that does not fit. A message that drew on no budget just goes to the outbox, in place
+    of the row that has kept a replay of its parent from writing it.
 
     Locks the row of the quarantine, then as :func:`~celery_budget.store.requests.reserve`. Of two
     calls at once the second finds it gone.
@@ -120,8 +126,12 @@ def requeue(
         return Missing()
     message = message_of(row, row.due_us)
     if row.request is None:
+        outbox.lock_orders(connection, root, [message])
+        if row.parent_id is not None:
+            claims.recall(connection, root, row.parent_id, row.task_id)
         outbox.enqueue(connection, root, message, parent_id=row.parent_id)
         _delete(connection, root, row.quarantine_id)
+        untold.withdraw(connection, root, row.task_id)
         return Reserved(row.quarantine_id)
     request = _anew(connection, parked.request_of(row))
     admitted = reserve(

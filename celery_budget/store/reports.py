@@ -25,6 +25,7 @@ from celery_budget.store.schema import (
     parked,
     refusals,
     reservations,
+    untold,
     usage,
 )
 
@@ -351,7 +352,7 @@ def unreachable(connection: Connection, root: str) -> Rows:
 
 
 def open_work(connection: Connection, root: str) -> dict[str, int]:
-    """Return how many requests have not ended, by state, and how many messages are still due."""
+    """Return how many requests have not ended, by state, and what else has still to be done."""
     states = connection.execute(
         sa.select(reservations.c.state, sa.func.count())
         .where(reservations.c.root == root, reservations.c.ended_us.is_(None))
@@ -375,7 +376,10 @@ def open_work(connection: Connection, root: str) -> dict[str, int]:
     waiting = connection.execute(
         sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
     ).scalar_one()
-    return {**found, "unclosed": unclosed, "due": due, "parked": waiting}
+    results = connection.execute(
+        sa.select(sa.func.count()).select_from(untold).where(untold.c.root == root)
+    ).scalar_one()
+    return {**found, "unclosed": unclosed, "due": due, "parked": waiting, "untold": results}
 
 
 def overdue_us(connection: Connection, root: str) -> int:

@@ -58,6 +58,7 @@ __all__ = [
     "refusals",
     "relays",
     "reservations",
+    "untold",
     "usage",
 ]
 
@@ -390,7 +391,8 @@ outbox = Table(
     Column("task_name", Text, nullable=False),
     Column("retries", Integer, nullable=False),
     # due: to be published at due_us. blocked: until its attempt ends. published: confirmed;
-    # looked at again at due_us.
+    # looked at again at due_us. Without published_us: it never will be, and is only kept against a
+    # replay of its parent.
     Column("state", String(16), nullable=False),
     Column("after_attempt", Integer),
     Column("due_us", BigInteger, nullable=False),
@@ -525,6 +527,26 @@ quarantine = Table(
     Column("broker", String(255), nullable=False),
     PrimaryKeyConstraint("root", "quarantine_id", name="pk_budget_quarantine"),
     Index("ix_budget_quarantine_task", "root", "task_id"),
+)
+
+# Results that have still to be stored, of requests that have ended without running (again).
+untold = Table(
+    "budget_untold",
+    metadata,
+    Column("root", String(255)),
+    Column("untold_id", Uuid),
+    Column("task_id", Text, nullable=False),
+    # Why it ended, which says what is stored.
+    Column("reason", Text, nullable=False),
+    # What ended; none for a message that drew on no budget.
+    Column("reservation_id", Uuid),
+    # How often somebody has set out to store it, and when it is due (again).
+    Column("tries", Integer, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "untold_id", name="pk_budget_untold"),
+    Index("ix_budget_untold_due", "root", "due_us"),
+    Index("ix_budget_untold_task", "root", "task_id"),
 )
 
 relays = Table(

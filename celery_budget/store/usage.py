@@ -77,7 +77,7 @@ def record(
                 "late": ended,
                 "recorded_us": now_us(),
                 "details": used.details,
-                "assumed": 0 if unit in used.untold else None,
+                "assumed": 0 if unit in used.incomplete else None,
             }
             for unit, (amount, _) in drawn.items()
         ],
@@ -87,7 +87,7 @@ def record(
     whose = dict.fromkeys(inserted, attempt)
     for unit in drawn.keys() - inserted:
         _note_repeated(connection, root, reservation_id, attempt, key, unit)
-        if row.unmetered and unit not in used.untold:
+        if row.unmetered and unit not in used.incomplete:
             amount, _ = drawn[unit]
             told = _tell(connection, root, reservation_id, key, unit, amount, used.details)
             if told is not None:
@@ -95,8 +95,8 @@ def record(
     units = tuple(drawn)
     if not changes:
         return AlreadyRecorded(units)
-    untold = inserted & set(used.untold)
-    if row.unmetered or untold:
+    incomplete = inserted & set(used.incomplete)
+    if row.unmetered or incomplete:
         for unit in changes:
             changes[unit] += _assume(connection, root, reservation_id, whose[unit], drawn[unit][1])
     metered = [line for unit in changes for line in drawn[unit][1]]
@@ -113,7 +113,7 @@ def record(
         over = exceeded is not None
         set_holds(connection, root, metered, holds, "exceed")
     told_now = changes.keys() > inserted
-    _flag(connection, row, over=over, unmetered=bool(untold), told=told_now)
+    _flag(connection, row, over=over, unmetered=bool(incomplete), told=told_now)
     return Recorded(
         ended,
         over,

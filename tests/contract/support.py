@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 
-from celery_budget import admission, recovery, relay, settlement, upkeep
+from celery_budget import admission, recovery, relay, settlement, telling, upkeep
 from celery_budget.core.budgets import Balance, Limit
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
@@ -24,7 +24,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
-from celery_budget.store import Store, budgets, declaring, grants, schema, windows
+from celery_budget.store import Store, budgets, declaring, grants, schema, untold, windows
 
 BOOT = uuid.UUID(int=7)
 
@@ -69,7 +69,7 @@ class Broker:
 
 @dataclass(frozen=True)
 class Swept:
-    """What became of parked work: how much was admitted, and whose time was over."""
+    """What became of parked work: how much was admitted, and who was told that it was given up."""
 
     admitted: int
     over: tuple[str, ...]
@@ -184,11 +184,17 @@ class Ledger:
     def recover(self) -> recovery.Recovered:
         return recovery.run_once(self.store, self.settings, self.results)
 
+    def tell_all(self) -> recovery.Recovered:
+        """One pass of recovery, with the time come for all that is untold."""
+        if self.rows("untold"):
+            self.put("untold", {"due_us": 1})
+        return self.recover()
+
     def sweep(self) -> Swept:
         over: list[str] = []
-        admitted = admission.admit_parked(
-            self.store, self.settings, lambda task_id, reason: over.append(task_id)
-        )
+        admitted = admission.admit_parked(self.store, self.settings)
+        for one in self.store.read(untold.due, self.root, 100):
+            telling.tell(self.store, self.root, lambda task_id, reason: over.append(task_id), one)
         return Swept(admitted, tuple(over))
 
     def balance(self, name: str = "b") -> tuple[int, int]:

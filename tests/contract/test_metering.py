@@ -18,17 +18,17 @@ MOST = 2**63 - 1
 
 #: What a reply tells of the units that are drawn on here, and of others.
 REPLY = {"tokens": 30, "micro-usd": 7, "requests": 1, "input_tokens": 20, "output_tokens": 10}
-UNTOLD = frozenset(REPLY) - {"requests"}
+INCOMPLETE = frozenset(REPLY) - {"requests"}
 
 
-def reply(untold: Any = (), **amounts: int) -> Used:
+def reply(incomplete: Any = (), **amounts: int) -> Used:
     told = {name.replace("_usd", "-usd"): amount for name, amount in amounts.items()}
-    return Used({**REPLY, **told}, True, untold, '{"model": "m"}')
+    return Used({**REPLY, **told}, True, incomplete, '{"model": "m"}')
 
 
 def nothing(**known: int) -> Used:
     """A reply that does not tell what it used, or not all of it."""
-    return reply(UNTOLD, **{"tokens": 0, "micro_usd": 0, **known})
+    return reply(INCOMPLETE, **{"tokens": 0, "micro_usd": 0, **known})
 
 
 @pytest.fixture

@@ -126,13 +126,16 @@ def test_a_parked_retry_is_given_up_at_what_it_used(funded: Ledger) -> None:
     assert funded.balance() == (0, 50)
 
 
-def test_a_parked_retry_of_a_request_that_has_ended_goes(funded: Ledger) -> None:
+@pytest.mark.parametrize("over", [False, True])
+def test_a_parked_retry_of_a_request_that_has_ended_goes(funded: Ledger, over: bool) -> None:
     request, attempt = funded.start(60, late_ack=False)
     attempt.record(50)
     funded.retry(request, attempt)
     funded.lapse(request)
     assert funded.recover().lost == 1
-    funded.sweep()
+    if over:
+        funded.put("parked", {"deadline_us": 1})
+    assert funded.sweep() == Swept(0 if over else 1, ()), "it was told that it is lost"
     assert funded.rows("parked") == []
     assert funded.balance() == (0, 60)
 
@@ -141,10 +144,12 @@ def test_work_whose_id_is_taken_meanwhile_waits_until_it_is_over(funded: Ledger)
     funded.set("b", 5)
     request = park(funded)
     funded.set("b", 100)
-    funded.reserve(10, task_id=request.task_id, fingerprint="1:other")
+    other = funded.reserve(10, task_id=request.task_id, fingerprint="1:other")
     assert funded.sweep() == Swept(0, ())
     funded.put("parked", {"deadline_us": 1})
-    assert funded.sweep().over == (request.task_id,)
+    assert funded.sweep() == Swept(0, ()), "the task's result is that of the other"
+    assert funded.rows("parked") == []
+    assert funded.state(other) == "reserved"
 
 
 def test_work_that_was_admitted_meanwhile_is_not_admitted_twice(funded: Ledger) -> None:

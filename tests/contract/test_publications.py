@@ -5,10 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from celery_budget import admission
+from celery_budget import admission, settlement
 from celery_budget.admission import Publication
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -127,6 +128,84 @@ def test_what_of_a_canvas_has_no_budget_goes_out_with_what_has(funded: Ledger) -
         "first of its own",
         "second of its own",
     }
+
+
+def nightly(request: ReserveRequest, name: str, unit: int = 1) -> list[Publication]:
+    """A budgeted member of a canvas, in a call of its own, and one without a budget."""
+    anew = replace(request, reservation_id=uuid.uuid4())
+    return [replace(one, canvas="nightly") for one in (of(anew, unit), plain(name, unit))]
+
+
+def test_what_has_no_budget_is_not_written_anew_with_what_was_released(funded: Ledger) -> None:
+    request = funded.request(5)
+    [first, _] = admit(funded, nightly(request, "first"))
+    assert isinstance(first, Reserved)
+    settlement.revoke(funded.store, funded.root, first.reservation_id, "cancelled")
+    [second, _] = admit(funded, nightly(request, "second"))
+    assert isinstance(second, Reserved)
+    assert written(funded) == {request.task_id, "first"}
+
+
+def test_nor_with_what_was_parked(funded: Ledger) -> None:
+    request = funded.request(500)
+    for name in ("first", "second"):
+        one, other = nightly(request, name)
+        outcome, _ = admit(funded, [replace(one, continuation=True), other])
+        assert isinstance(outcome, Parked)
+    assert written(funded) == {"first"}
+
+
+def test_nor_by_the_same_call_after_it_was_published(funded: Ledger) -> None:
+    """As after a commit whose answer was lost, and a relay that was faster than the next try."""
+    publications = nightly(funded.request(5), "member")
+    outcomes = admit(funded, publications)
+    funded.relay()
+    assert admit(funded, publications) == outcomes
+    funded.relay()
+    assert funded.broker.published.count("member") == 1
+
+
+def test_a_unit_that_did_not_fit_is_whole_when_it_does(funded: Ledger) -> None:
+    little, much = funded.request(5), funded.request(500)
+
+    def publish(call: int) -> None:
+        publications = [
+            *nightly(little, f"{call} with little"),
+            *nightly(much, f"{call} with much", 2),
+            replace(plain(f"{call} by itself", 3), canvas="nightly"),
+        ]
+        admit(funded, publications, partial=True)
+
+    publish(1)
+    funded.set("b", 1000)
+    publish(2)
+    publish(3)
+    assert written(funded) == {
+        little.task_id,
+        much.task_id,
+        "1 with little",
+        "1 by itself",
+        "2 with much",
+    }
+
+
+def test_what_is_to_be_prepared_goes_with_what_has_no_budget(funded: Ledger) -> None:
+    little, much = funded.request(5), funded.request(500)
+    prepared: list[str] = []
+
+    def publish() -> None:
+        publications = [*nightly(little, "little"), *nightly(much, "much", 2)]
+        publications += [
+            Publication(None, None, unit, prepare=partial(prepared.append, name))
+            for unit, name in ((1, "little"), (2, "much"), (3, "by itself"))
+        ]
+        admit(funded, publications, partial=True)
+
+    publish()
+    assert prepared == ["little", "by itself"]
+    funded.set("b", 1000)
+    publish()
+    assert prepared == ["little", "by itself", "much", "by itself"]
 
 
 def test_the_same_call_again_writes_nothing_twice(funded: Ledger) -> None:

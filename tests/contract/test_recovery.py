@@ -71,7 +71,7 @@ def test_an_early_acknowledged_attempt_is_lost(
     for amount in recorded:
         attempt.record(amount)
     funded.lapse(request)
-    assert funded.recover() == Recovered(lost=1)
+    assert funded.recover() == Recovered(lost=1, told=1)
     assert funded.results.told == [(request.task_id, "lost")]
     row = funded.row(request)
     assert (row.state, row.unmetered) == ("lost", not recorded)
@@ -90,7 +90,7 @@ def test_a_lost_retry_is_charged_on_top_of_what_was_used_before(funded: Ledger) 
     second = funded.run(following, late_ack=False)
     second.record(4)
     funded.lapse(request)
-    assert funded.recover() == Recovered(lost=1)
+    assert funded.recover().lost == 1
     assert funded.balance() == (0, 17)
     second.record(5)
     assert funded.balance() == (0, 17), "within what its estimate was charged for"
@@ -101,7 +101,7 @@ def test_a_lost_retry_is_charged_on_top_of_what_was_used_before(funded: Ledger) 
 def test_deliveries_are_bounded(funded: Ledger) -> None:
     funded.settings = replace(funded.settings, max_deliveries=2)
     request = funded.reserve(10)
-    for expected in (Recovered(rerun=1), Recovered(lost=1)):
+    for expected in (Recovered(rerun=1), Recovered(lost=1, told=1)):
         funded.run(request)
         funded.lapse(request)
         assert funded.recover() == expected
@@ -201,7 +201,7 @@ def test_a_worker_that_wakes_while_its_attempt_is_given_up_has_no_say(funded: Le
         ended.append(attempt.end(RETURNED))
 
     funded.results.ended = wake  # type: ignore[method-assign]
-    assert funded.recover() == Recovered(lost=1)
+    assert funded.recover().lost == 1
     assert ended == [False]
     assert funded.state(request) == "lost"
 
@@ -224,7 +224,7 @@ def test_a_result_backend_that_is_down_holds_nothing_up(funded: Ledger) -> None:
 
     funded.results.ended = down  # type: ignore[method-assign]
     assert funded.relay().published == 1
-    assert (funded.state(late), funded.state(request)) == ("reserved", "published")
+    assert (funded.state(late), funded.state(request)) == ("released", "published")
 
 
 def test_a_message_that_nobody_starts_is_published_again_later_and_later(funded: Ledger) -> None:
@@ -249,7 +249,7 @@ def test_a_message_that_nobody_starts_is_published_again_later_and_later(funded:
 def test_a_message_that_nobody_ever_starts_is_released(funded: Ledger) -> None:
     funded.settings = replace(funded.settings, max_publishes=2)
     request = funded.reserve(10)
-    for expected in (Recovered(republished=1), Recovered(undelivered=1)):
+    for expected in (Recovered(republished=1), Recovered(undelivered=1, told=1)):
         funded.relay()
         funded.make_due(request)
         assert funded.recover() == expected

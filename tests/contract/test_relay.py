@@ -80,6 +80,53 @@ def test_a_batch_is_as_large_as_it_says(funded: Ledger) -> None:
     assert [funded.relay().taken for _ in range(3)] == [2, 1, 0]
 
 
+@pytest.mark.parametrize("part", ["body", "envelope"])
+def test_a_batch_has_as_many_bytes_as_a_relay_can_keep(funded: Ledger, part: str) -> None:
+    """The rest keep their places, and what is larger than all that goes by itself."""
+    mega = claims.MOST_BYTES // 16
+    sizes = [7, 8, 2, 20, 1, 14, 0]
+    requests = [funded.request(1) for _ in sizes]
+    for number, (request, size) in enumerate(zip(requests, sizes, strict=True)):
+        # Most of it is compressed where it is stored, which saves a relay nothing.
+        large = b"x" * (size * mega)
+        filling: dict[str, Any] = {part: large if part == "body" else large.decode()}
+        funded.admit(request, **filling, rank=number, due_us=9 - number)
+    before = [funded.message(request) for request in requests]
+    first = claim(funded)
+    assert (taken(first), first.full) == ([one.task_id for one in requests[:2]], True)
+    assert [funded.message(request) for request in requests[2:]] == before[2:]
+    funded.store.run(claims.give_back, funded.root, first.fence, first.messages)
+    one = a_relay(funded)
+    relayed = [one.run_once(NEVER) for _ in range(4)]
+    assert [each.taken for each in relayed] == [2, 1, 1, 3]
+    assert [each.again for each in relayed] == [True, True, True, False]
+    assert funded.broker.published == [request.task_id for request in requests]
+
+
+def test_what_has_an_order_keeps_it_where_a_batch_has_its_bytes(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "MOST_BYTES", 100)
+    a, b, c, d, e = requests = [funded.request(1) for _ in range(5)]
+    for request, key, rank in zip(requests, "kklkl", (9, 0, 5, 5, 0), strict=True):
+        # With an envelope of two.
+        funded.admit(request, body=b"x" * 38, order_key=key, rank=rank, due_us=1)
+
+    def mark(batch: Batch) -> None:
+        funded.store.run(claims.mark_published, funded.root, batch.fence, batch.messages, 1)
+
+    first = claim(funded)
+    assert (taken(first), first.full) == ([a.task_id, c.task_id], True)
+    # Another relay finds the rest only, which follows what is taken.
+    assert claim(funded).behind == 3
+    mark(first)
+    second = claim(funded)
+    assert (taken(second), second.full, second.behind) == ([b.task_id, e.task_id], True, 0)
+    mark(second)
+    last = claim(funded)
+    assert (taken(last), last.full) == ([d.task_id], False)
+
+
 def test_the_message_arrives_as_it_was_captured(funded: Ledger) -> None:
     body, envelope = bytes(range(256)), '{"headers": {"ü": "\\u0000"}}'
     seen: list[WireMessage] = []
@@ -259,13 +306,14 @@ def test_a_result_backend_that_is_down_holds_up_nobody(funded: Ledger) -> None:
 
     funded.broker.on_publish = refusing(Unpublishable("oversize", "no way"), bad)
     one = Relay(funded.store, funded.settings, funded.broker, down)
-    assert one.run_once(NEVER) == Relayed(published=1, failed=1, taken=3)
+    ended = Relayed(published=1, failed=1, quarantined=1, released=1, taken=3)
+    assert one.run_once(NEVER) == ended
     assert funded.state(good) == "published"
-    assert [funded.message(row).state for row in (bad, over)] == ["due", "due"]
-    for request in (bad, over):
-        funded.make_due(request)
-    assert funded.relay() == Relayed(failed=1, quarantined=1, released=1, taken=2)
     assert [funded.state(row) for row in (bad, over)] == ["released", "released"]
+    funded.tell_all()
+    assert sorted(funded.results.told) == sorted(
+        [(bad.task_id, "unpublishable"), (over.task_id, "expired")]
+    )
 
 
 def test_messages_without_a_budget_come_and_go(ledger: Ledger) -> None:
@@ -528,7 +576,16 @@ class Killed(BaseException):
 
 
 #: What a relay has the store do, in this order, and what it does between.
-STEPS = ["claim_due", "publish", "mark_published", "give_back", "isolate", "release"]
+STEPS = [
+    "claim_due",
+    "publish",
+    "mark_published",
+    "give_back",
+    "isolate",
+    "expire",
+    "take",
+    "forget",
+]
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -581,6 +638,7 @@ def test_a_relay_killed_at_any_step_publishes_at_most_one_batch_twice(
     assert [funded.state(request) for request in fine] == ["published"] * 8
     assert [funded.state(request) for request in (bad, over)] == ["released"] * 2
     assert len(funded.rows("quarantine")) == 1
+    funded.tell_all()
     # A result that was stored twice says the same.
     assert set(funded.results.told) == {(bad.task_id, "unpublishable"), (over.task_id, "expired")}
 
@@ -629,21 +687,13 @@ def test_a_message_of_a_key_that_waits_for_an_attempt_holds_up_those_behind_it(
     assert funded.broker.published == [request.task_id, request.task_id, behind.task_id]
 
 
-@pytest.mark.parametrize("why", ["rejected", "down", "no backend"])
+@pytest.mark.parametrize("why", ["rejected", "down"])
 def test_what_fails_holds_up_those_behind_it(funded: Ledger, why: str) -> None:
     first, *rest = [funded.reserve(1, order_key="k") for _ in range(3)]
     other = funded.reserve(1)
-    error = {
-        "rejected": Rejected("full"),
-        "down": BrokerDown("closed", sent=True),
-        "no backend": Unpublishable("oversize", "no"),
-    }[why]
+    error = Rejected("full") if why == "rejected" else BrokerDown("closed", sent=True)
     funded.broker.on_publish = refusing(error, first)
-
-    def ended(task_id: str, reason: str) -> None:
-        raise OSError("no backend")
-
-    Relay(funded.store, funded.settings, funded.broker, ended).run_once(NEVER)
+    a_relay(funded).run_once(NEVER)
     assert funded.broker.published == ([] if why == "down" else [other.task_id])
     assert funded.relay().published == (1 if why == "down" else 0)
     funded.broker.on_publish = lambda message: None
@@ -763,7 +813,8 @@ def test_a_result_backend_that_is_down_is_asked_once_in_a_while(funded: Ledger) 
     assert one.run_once(NEVER).published == 1
     assert len(asked) == 1
     assert funded.broker.published == [good.task_id]
-    assert {funded.state(request) for request in over} == {"reserved"}
+    assert {funded.state(request) for request in over} == {"released"}
+    assert sorted(row.tries for row in funded.rows("untold")) == [0, 0, 1]
 
 
 def test_what_is_not_answered_is_tried_less_and_less(

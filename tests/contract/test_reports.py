@@ -39,7 +39,13 @@ def test_a_report_counts_everything_once(funded: Ledger) -> None:
     assert (drift.stage, drift.requests, drift.estimated, drift.actual) == ("draft", 1, 10, 4)
     assert drift.ratio == 0.4
     assert report.reconciliation.ok
-    assert report.reconciliation.open_work == {"reserved": 1, "unclosed": 0, "due": 1, "parked": 1}
+    assert report.reconciliation.open_work == {
+        "reserved": 1,
+        "unclosed": 0,
+        "due": 1,
+        "parked": 1,
+        "untold": 0,
+    }
     assert json.loads(json.dumps(report.as_dict()))["budgets"][0]["available"] == 56
 
 

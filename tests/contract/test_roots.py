@@ -282,8 +282,8 @@ def run(ledger: Ledger) -> None:
     assert attempt.record(4, key="one")
     assert not attempt.record(4, key="one")
     assert attempt.record(2, unit="usd")
-    assert attempt.write(Used({"tokens": 0}, True, {"tokens"}), "untold")[0]
-    assert attempt.write(Used({"tokens": 3}, True), "untold")[0]
+    assert attempt.write(Used({"tokens": 0}, True, {"tokens"}), "incomplete")[0]
+    assert attempt.write(Used({"tokens": 3}, True), "incomplete")[0]
     assert attempt.remaining() == 3
     assert attempt.record(40)
     assert attempt.extend(5, key="more") == Extended(5)

@@ -181,6 +181,24 @@ def test_a_request_that_has_not_started_can_be_cancelled(
     assert shop.budget.reconcile().ok
 
 
+def test_what_is_cancelled_while_the_result_backend_is_down_is_told_by_the_sweep(
+    shop: Shop, declare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: object, **__: object) -> None:
+        raise ConnectionError("no backend")
+
+    sent = declare("tenant:{tenant}", estimate=1).delay("a", 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(shop.app.backend, "mark_as_revoked", down)
+        shop.budget.cancel(sent.id)
+    assert sent.state == "PENDING"
+    assert shop.budget.reconcile().open_work["untold"] == 1
+    shop.sql(schema.untold.update().values(due_us=0))
+    shop.sweep()
+    assert sent.state == "REVOKED"
+    assert not any(shop.budget.reconcile().open_work.values())
+
+
 def test_what_is_not_known_cannot_be_cancelled(shop: Shop) -> None:
     with pytest.raises(UnknownRequest, match="'nothing'"):
         shop.budget.cancel("nothing")

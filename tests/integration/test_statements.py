@@ -26,6 +26,7 @@ from celery_budget.core.usage import Used
 from celery_budget.errors import UnknownBudget
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets, claims, migrate, quarantine, schema
+from celery_budget.telling import tell_task
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
 from tests.integration.support import Shop
 
@@ -64,7 +65,9 @@ BASELINE = {
         "pass by": Cost(4, 1),
         "give back": Cost(3, 1),
         "reschedule": Cost(2, 1),
-        "isolate": Cost(11, 1),
+        "isolate": Cost(12, 1),
+        "expire": Cost(10, 1),
+        "tell": Cost(6, 3),
         "requeue": Cost(5, 1),
         "discard": Cost(3, 1),
         "claim": Cost(6, 1),
@@ -83,7 +86,7 @@ BASELINE = {
         "close": Cost(4, 1),
         "release": Cost(7, 1),
         # With a look for messages, and one for effects, that are kept no longer.
-        "sweep": Cost(7, 5),
+        "sweep": Cost(8, 6),
         "balance": Cost(1, 1),
     },
     "sqlite": {
@@ -101,7 +104,9 @@ BASELINE = {
         "pass by": Cost(3, 1),
         "give back": Cost(2, 1),
         "reschedule": Cost(1, 1),
-        "isolate": Cost(12, 1),
+        "isolate": Cost(13, 1),
+        "expire": Cost(11, 1),
+        "tell": Cost(4, 3),
         "requeue": Cost(11, 1),
         "discard": Cost(2, 1),
         "claim": Cost(5, 1),
@@ -118,7 +123,7 @@ BASELINE = {
         "end": Cost(12, 1),
         "close": Cost(3, 1),
         "release": Cost(8, 1),
-        "sweep": Cost(5, 5),
+        "sweep": Cost(6, 6),
         "balance": Cost(1, 1),
     },
 }
@@ -450,6 +455,16 @@ def test_a_message_is_isolated_published_again_and_discarded(ledger: Ledger, cos
             else:
                 again = (quarantine.requeue, ledger.root, request.task_id, lambda wire, _: wire)
                 ledger.store.run(*again, lock_ms=5000, bound=1000)
+
+
+def test_a_message_is_expired_and_its_result_told(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.reserve(1)
+    batch = taken(ledger)
+    with costs("expire"):
+        assert ledger.store.run(claims.expire, ledger.root, batch.fence, batch.messages[0])
+    with costs("tell"):
+        assert tell_task(ledger.store, ledger.root, ledger.results.ended, request.task_id)
+    assert ledger.results.told == [(request.task_id, "expired")]
 
 
 def test_a_message_without_a_budget_is_enqueued(ledger: Ledger, costs: Expect) -> None:

@@ -132,7 +132,7 @@ def test_everything_on_a_database_without_tables_is_a_schema_error(empty: Store)
         lambda: ledger.admit(request, continuation=True, stop=stopped),
         ledger.relay,
         ledger.recover,
-        lambda: admission.admit_parked(empty, ledger.settings, ledger.results.ended),
+        lambda: admission.admit_parked(empty, ledger.settings),
         lambda: reconcile.report(empty, ledger.settings),
     ]
     for call in calls:

@@ -239,7 +239,7 @@ def sweeper(client: Client, world: World, store: Store) -> None:
         if published:
             store.run(put, schema.outbox, {"due_us": client.granted}, chance.choice(published))
     recovery.run_once(store, world.settings, world)
-    admission.admit_parked(store, world.settings, world.ended)
+    admission.admit_parked(store, world.settings)
     if chance.random() < 0.4:
         Upkeep(store, world.settings).run_once()
     if chance.random() < 0.3:
@@ -314,11 +314,13 @@ def drain(world: World) -> None:
         for row in world.rows(schema.outbox):
             if row.due_us != PAST:
                 store.run(put, schema.outbox, {"due_us": PAST}, row)
+        for row in world.rows(schema.untold):
+            store.run(put, schema.untold, {"due_us": PAST}, row)
         for row in world.rows(schema.parked):
             if turn > 20:
                 store.run(put, schema.parked, {"deadline_us": PAST}, row)
         recovery.run_once(store, world.settings, world)
-        admission.admit_parked(store, world.settings, world.ended)
+        admission.admit_parked(store, world.settings)
         Upkeep(store, world.settings).run_once()
         relay.run_once(store, world.settings, Quiet(world), world.ended)
         for message in world.queue:
@@ -326,7 +328,8 @@ def drain(world: World) -> None:
         world.queue.clear()
         work_left = [row for row in world.rows(schema.reservations) if row.ended_us is None]
         open_left = [row for row in world.rows(schema.attempts) if row.lease_until_us is not None]
-        if not (work_left or open_left or world.rows(schema.parked)):
+        waits = world.rows(schema.parked) or world.rows(schema.untold)
+        if not (work_left or open_left or waits):
             return
 
 

@@ -24,6 +24,9 @@ ENDS = ("settle", "release", "lose")
 #: What the journal calls it where an amount must have fitted.
 FITTED = ("reserve", "raise", "extend")
 
+#: Why a request ends whose result is for relay or sweep to store.
+TOLD = ("expired", "undelivered", "unpublishable", "park_expired")
+
 #: What requests ask for: budgets, the charge rule of each, and the units that can be recorded.
 SHAPES: tuple[tuple[tuple[tuple[str, str], ...], tuple[str, ...]], ...] = (
     ((("user:a", "used"),), ("tokens",)),
@@ -155,6 +158,11 @@ class World:
             f"attempt {row.attempt} of {row.reservation_id} was never closed"
             for row in self.rows(schema.attempts)
             if row.lease_until_us is not None or row.ended_us is None
+        ]
+        self.problems += [
+            f"{row.task_id} is {row.state}, {row.reason}, and nobody was told"
+            for row in rows.values()
+            if (row.state == "lost" or row.reason in TOLD) and row.task_id not in self.stored
         ]
         ends: dict[uuid.UUID, set[str]] = defaultdict(set)
         for entry in self.rows(schema.journal):

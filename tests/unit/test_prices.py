@@ -159,7 +159,7 @@ def test_a_reply_without_a_price_says_so() -> None:
     reply = load("mistral_chat")
     used, why = counted(read({**reply, "model": "x"}, provider="mistral"), "micro-usd", {})
     assert isinstance(why, UnknownPrice)
-    assert set(used.untold) == {"micro-usd"}
+    assert set(used.incomplete) == {"micro-usd"}
     assert used.amounts["tokens"] == 50
     used, why = counted(read(load("bedrock_converse")), "micro-usd", {})
     assert "give model=" in str(why)

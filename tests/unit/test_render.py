@@ -130,11 +130,11 @@ def test_the_verdict_is_one_line_where_the_ledger_adds_up() -> None:
     assert lines(verdict(Reconciliation((), nothing), 1200)) == [
         "the ledger adds up: 1,200 requests, nothing open"
     ]
-    some = {"parked": 1, "due": 1, "unclosed": 2, "running": 1, "reserved": 3}
+    some = {"untold": 2, "parked": 1, "due": 1, "unclosed": 2, "running": 1, "reserved": 3}
     [line] = lines(verdict(Reconciliation((), some), 1))
     assert line == (
         "the ledger adds up: 1 request, open: 1 parked, 3 reserved, 1 running, "
-        "2 attempts not closed, 1 message due"
+        "2 attempts not closed, 1 message due, 2 results not stored"
     )
 
 

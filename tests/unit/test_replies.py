@@ -77,7 +77,7 @@ def test_a_reply_is_read_by_its_shape(name: str, charged: int, how: dict[str, An
     used, _ = counted(reply, "micro-usd", {})
     assert {**used.amounts, **COUNTS[name]} == used.amounts
     assert (used.amounts["requests"], used.amounts["output_citation_tokens"]) == (1, 0)
-    assert used.untold <= {"micro-usd"}
+    assert used.incomplete <= {"micro-usd"}
 
 
 @pytest.mark.parametrize("kind", [Dumped, PlainlyDumped, ToDict])
@@ -244,8 +244,8 @@ def test_a_reply_without_usage_tells_nothing(name: str) -> None:
         assert (found.counts, found.id) == (None, read(reply).id)
         used, why = counted(found, "micro-usd", {})
         assert why is None
-        assert {"tokens", "micro-usd", "input_tokens"} <= set(used.untold)
-        assert "requests" not in used.untold
+        assert {"tokens", "micro-usd", "input_tokens"} <= set(used.incomplete)
+        assert "requests" not in used.incomplete
 
 
 @pytest.mark.parametrize("kind", [dict, Dumped, ToDict])

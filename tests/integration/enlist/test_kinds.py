@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from celery import group
+from celery import chord, group
 
 from celery_budget.core.identity import task_id_of
 from celery_budget.errors import BudgetExceeded, RequestConflict, UnknownBudget
@@ -53,6 +53,25 @@ def test_all_is_rolled_back_together(caller: Caller) -> None:
     # Nothing of it keeps anybody waiting.
     caller.draft.delay("a", 10)
     assert caller.committed() == ([], 10, 1)
+
+
+def test_a_chord_with_a_request_id_is_told_once(any_caller: Caller) -> None:
+    """It is admitted for a look first, in a savepoint."""
+    client, draft, plain = any_caller.client, any_caller.draft, any_caller.plain
+
+    def publish(batch: Any) -> Any:
+        return chord([draft.s("a", 3), plain.si()], plain.si()).apply_async(request_id="r")
+
+    client.write("undone")
+    client.enlisted(publish)
+    client.rollback()
+    assert any_caller.committed() == ([], 0, 0)
+    for order in ("first", "second"):
+        client.write(order)
+        client.enlisted(publish)
+        client.commit()
+    assert any_caller.committed() == (["first", "second"], 3, 2)
+    assert any_caller.shop.budget.reconcile().ok
 
 
 def test_one_transaction_has_several_blocks(caller: Caller) -> None:

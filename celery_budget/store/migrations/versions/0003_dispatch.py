@@ -1,4 +1,4 @@
-"""Chains reserved whole, priorities, orders, other brokers, quarantine, relays and backlog."""
+"""Whole chains, priorities, orders, brokers, quarantine, untold results, relays and backlog."""
 
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def upgrade() -> None:
     kept = "state = 'published' AND reservation_id IS NULL"
     _index("kept", "budget_outbox", ["root", "outbox_id"], kept)
     _create_quarantine()
+    _create_untold()
     op.create_table(
         "budget_relays",
         sa.Column("root", sa.String(255)),
@@ -96,6 +97,23 @@ def _create_quarantine() -> None:
     _index("task", "budget_quarantine", ["root", "task_id"])
 
 
+def _create_untold() -> None:
+    op.create_table(
+        "budget_untold",
+        sa.Column("root", sa.String(255)),
+        sa.Column("untold_id", sa.Uuid),
+        sa.Column("task_id", sa.Text, nullable=False),
+        sa.Column("reason", sa.Text, nullable=False),
+        sa.Column("reservation_id", sa.Uuid),
+        sa.Column("tries", sa.Integer, nullable=False),
+        sa.Column("due_us", sa.BigInteger, nullable=False),
+        sa.Column("created_us", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("root", "untold_id", name="pk_budget_untold"),
+    )
+    _index("due", "budget_untold", ["root", "due_us"])
+    _index("task", "budget_untold", ["root", "task_id"])
+
+
 def _store(parameters: dict[str, str]) -> None:
     written = ", ".join(f"{name} = {value}" for name, value in parameters.items())
     for table in CHURN:
@@ -115,7 +133,7 @@ def _index(name: str, table: str, columns: list[str], where: str | None = None) 
 
 
 def downgrade() -> None:
-    """Go back to the second release. What it does not know is lost: what is in quarantine, too.
+    """Go back to the second release. What it does not know is lost: quarantine, untold results.
 
     Not where messages would go to another broker there, or planned steps would be held for ever.
     """
@@ -138,7 +156,7 @@ def downgrade() -> None:
             op.execute(f"DROP FUNCTION {function}")
         for table in CHURN:
             op.execute(f"ALTER TABLE {table} RESET ({', '.join(STORAGE)})")
-    for table in ("quarantine", "relays", "backlog"):
+    for table in ("quarantine", "untold", "relays", "backlog"):
         op.drop_table(f"budget_{table}")
     for name in ("next", "order", "kept"):
         op.drop_index(f"ix_budget_outbox_{name}", "budget_outbox")
