@@ -10,6 +10,7 @@ from celery_budget.core.policies import BudgetLine
 from celery_budget.core.prices import cost
 from celery_budget.errors import (
     AttemptLost,
+    AttemptsSpent,
     BudgetError,
     BudgetExceeded,
     ClaimLost,
@@ -31,6 +32,7 @@ from celery_budget.errors import (
     OutboxFull,
     PolicyError,
     RequestConflict,
+    RequestEnding,
     RequestNotRun,
     RequestRuns,
     ReservationExhausted,
@@ -48,6 +50,7 @@ from celery_budget.integration.task import BudgetedTask, budgeted
 
 __all__ = [
     "AttemptLost",
+    "AttemptsSpent",
     "Balance",
     "Budget",
     "BudgetError",
@@ -75,6 +78,7 @@ __all__ = [
     "Period",
     "PolicyError",
     "RequestConflict",
+    "RequestEnding",
     "RequestNotRun",
     "RequestRuns",
     "ReservationExhausted",

@@ -10,6 +10,7 @@ import shlex
 
 __all__ = [
     "AttemptLost",
+    "AttemptsSpent",
     "BudgetError",
     "BudgetExceeded",
     "ClaimLost",
@@ -31,6 +32,7 @@ __all__ = [
     "OutboxFull",
     "PolicyError",
     "RequestConflict",
+    "RequestEnding",
     "RequestNotRun",
     "RequestRuns",
     "ReservationExhausted",
@@ -187,11 +189,30 @@ class NotQuarantined(BudgetError, LookupError):
         )
 
 
-class RequestRuns(BudgetError):
-    """A request cannot be cancelled any more: it runs, or has run. Nothing was changed.
+class RequestEnding(BudgetError):
+    """A request that failed cannot run again yet: its result is still to be stored.
+
+    Nothing was changed.
 
     :param task_id: its task.
-    :param state: its state.
+    """
+
+    def __init__(self, task_id: str) -> None:
+        super().__init__(task_id)
+        self.task_id = task_id
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} has failed just now, and its result is being stored; try again "
+            "in a moment, or where its worker is gone when its lease is over"
+        )
+
+
+class RequestRuns(BudgetError):
+    """A request cannot be cancelled any more: it has ended. Nothing was changed.
+
+    :param task_id: its task.
+    :param state: how it ended.
     """
 
     def __init__(self, task_id: str, state: str) -> None:
@@ -201,8 +222,8 @@ class RequestRuns(BudgetError):
 
     def __str__(self) -> str:
         return (
-            f"task {self.task_id} is {self.state} and cannot be cancelled; to end a running one: "
-            f"app.control.revoke({self.task_id!r}, terminate=True)"
+            f"task {self.task_id} has ended and cannot be cancelled: it is {self.state} (see "
+            f"'celery -A PROJ budget explain {shlex.quote(self.task_id)}')"
         )
 
 
@@ -435,6 +456,31 @@ class AttemptLost(BudgetError):
         return (
             f"task {self.task_id} was started, its worker went away, and it may not be run again; "
             f"see 'celery -A PROJ budget explain {shlex.quote(self.task_id)}'"
+        )
+
+
+class AttemptsSpent(BudgetError):
+    """A task is not run again: its attempts, or the time for them, are used up.
+
+    Stored as its result where the last attempt left no error of its own.
+
+    :param task_id: the task.
+    :param attempts: how often it ran.
+    :param reason: ``max_attempts`` or ``retry_within``.
+    """
+
+    def __init__(self, task_id: str, attempts: int, reason: str) -> None:
+        super().__init__(task_id, attempts, reason)
+        self.task_id = task_id
+        self.attempts = attempts
+        self.reason = reason
+
+    def __str__(self) -> str:
+        named = shlex.quote(self.task_id)
+        return (
+            f"task {self.task_id} is not run again after attempt {self.attempts}: {self.reason}= "
+            f"of its task; see 'celery -A PROJ budget explain {named}', and run it again by "
+            f"'celery -A PROJ budget quarantine requeue {named}'"
         )
 
 

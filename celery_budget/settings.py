@@ -56,6 +56,8 @@ class Settings:
         ``producer=``; the ledger keeps the name, not the URL.
     :ivar max_outbox: how many messages may wait to be published; beyond that nothing new is
         admitted.
+    :ivar max_quarantine: how much is kept in quarantine; beyond that requests that fail for good
+        are not.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
     :ivar sweep_seconds: how often recovery and parked work are looked at.
     :ivar republish_seconds: after this time a published message that was never started is
@@ -83,6 +85,7 @@ class Settings:
     batch_size: int = 100
     brokers: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_outbox: int = 1_000_000
+    max_quarantine: int = 10_000
     publish_seconds: float = 30.0
     sweep_seconds: float = 1.0
     republish_seconds: float = 300.0

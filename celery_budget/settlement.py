@@ -5,8 +5,10 @@ A fault of the store never becomes a task's failure: claim, usage and settlement
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from celery_budget.core.reservations import (
     AlreadyExtended,
     AlreadyRecorded,
     Begun,
+    Cancelling,
     Claimed,
     Closed,
     Ended,
@@ -33,6 +36,7 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
+from celery_budget.core.retries import Retries
 from celery_budget.core.usage import Used
 from celery_budget.errors import EnlistError, ReservationExhausted, StoreError
 from celery_budget.settings import Settings
@@ -72,6 +76,8 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
+logger = logging.getLogger(__name__)
+
 MAX_KEY_LENGTH = 255
 
 
@@ -81,13 +87,21 @@ def claim(
     delivery: Delivery,
     claim_id: uuid.UUID,
     stop: threading.Event | None = None,
+    retries: Retries | None = None,
 ) -> Attempt | Running | Closed | Missing:
     """Claim the attempt that ``delivery`` stands for, or tell why it may not run.
 
+    Where ``retries`` lets no further attempt start it is one to be replayed, as ``refused``: the
+    request has ended, and is in quarantine.
+
     :param claim_id: the fence to claim under; a repeat with the same one finds its own claim.
     """
-    claimed = store.wait_out(stop, attempts.claim, delivery, claim_id, settings.lease_us)
+    limits = (retries or None, settings.max_quarantine)
+    claimed = store.wait_out(stop, attempts.claim, delivery, claim_id, settings.lease_us, *limits)
+    if isinstance(claimed, Replay):
+        _alarm(claimed.kept, delivery.reservation_id, settings)
     if isinstance(claimed, (Claimed, Replay)):
+        elapsed_us = claimed.elapsed_us if isinstance(claimed, Claimed) else 0
         return Attempt(
             store,
             settings,
@@ -97,8 +111,20 @@ def claim(
             claimed.claim_id,
             claimed.stored if isinstance(claimed, Replay) else None,
             stop,
+            begun=time.monotonic() - elapsed_us / 1_000_000,
         )
     return claimed
+
+
+def _alarm(kept: bool | None, reservation_id: uuid.UUID, settings: Settings) -> None:
+    """Say that a request which failed for good is not kept in quarantine, if so."""
+    if kept is False:
+        logger.error(
+            "quarantine is full (budget_max_quarantine is %d): reservation %s has failed for good "
+            "and is not kept; see 'celery -A PROJ budget quarantine list', and requeue or discard",
+            settings.max_quarantine,
+            reservation_id,
+        )
 
 
 def start(
@@ -126,11 +152,11 @@ def go_on(
     attempt: Attempt,
     delivery: Delivery,
     claim_id: uuid.UUID,
-) -> Attempt | Refused | Closed:
+) -> Attempt | Refused | Released | Closed:
     """End ``attempt``, which runs in place, as retried, and claim the next one.
 
     Where that does not fit, the request is settled at what it used and the refusal returned;
-    ``Closed`` where the attempt's fence is gone.
+    ``Released`` where it was cancelled, ``Closed`` where the attempt's fence is gone.
 
     :raises StoreError: as :func:`start`.
     """
@@ -145,7 +171,9 @@ def go_on(
     )
     if not isinstance(claimed, Claimed):
         return claimed
-    return _in_place(store, settings, delivery, claimed)
+    following = _in_place(store, settings, delivery, claimed)
+    following.begun = attempt.begun
+    return following
 
 
 def _in_place(store: Store, settings: Settings, delivery: Delivery, claimed: Claimed) -> Attempt:
@@ -191,11 +219,14 @@ class Attempt:
     :ivar replaced: whether the task has put another in its place.
     :ivar error: what the task's call raised; none where it returned.
     :ivar settled: whether the reservation is settled and the attempt waits to be closed.
+    :ivar cancelled: whether another attempt was to follow this one, and the request is cancelled.
     :ivar in_place: whether it runs in its caller's process: its end closes it.
     :ivar stop_at_hold: whether it stops where it has used more than is held for it.
     :ivar exhausted: in which units it has, with what it stops by.
     :ivar unfinished: what records the streams of replies that it still reads.
     :ivar within: where its own task has settled it; that may be rolled back.
+    :ivar begun: when its request's first attempt started, by this process's clock.
+    :ivar spent: why no attempt follows it, where a retry was turned away.
     """
 
     store: Store
@@ -208,6 +239,7 @@ class Attempt:
     stop: threading.Event | None = None
     called: bool = False
     settled: bool = False
+    cancelled: bool = False
     replaced: bool = False
     error: BaseException | None = None
     in_place: bool = False
@@ -215,6 +247,8 @@ class Attempt:
     exhausted: dict[str, ReservationExhausted] = field(default_factory=dict)
     unfinished: list[Callable[[], None]] = field(default_factory=list)
     within: Within | None = None
+    begun: float = field(default_factory=time.monotonic)
+    spent: str | None = None
     _unsure: list[_Record] = field(default_factory=list)
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -256,6 +290,25 @@ class Attempt:
         if caller is not None:
             return caller.run(usage.remaining, *of)
         return self.store.wait_out_reading(self.stop, usage.remaining, *of)
+
+    def is_cancelled(self) -> bool:
+        """Tell whether the request was cancelled; see :func:`celery_budget.usage.cancelled`."""
+        of = (self.root, self.reservation_id)
+        caller = self._caller()
+        if caller is not None:
+            return caller.run(continuations.is_cancelled, *of)
+        return self.store.wait_out_reading(self.stop, continuations.is_cancelled, *of)
+
+    def cancelled_since(self, task_id: str) -> bool:
+        """Tell whether the request was cancelled and has ended; then its result is to be told anew.
+
+        For a worker that has stored another one, which it had before.
+        """
+        of = (self.root, self.reservation_id)
+        ended = self.store.wait_out_reading(self.stop, continuations.has_ended_cancelled, *of)
+        if ended:
+            self.store.wait_out(self.stop, continuations.cancel, self.root, task_id)
+        return ended
 
     def finish_streams(self) -> None:
         """Record what arrived in streams of replies that were not read to their end."""
@@ -344,7 +397,8 @@ class Attempt:
     def end(self, outcome: Outcome) -> bool:
         """End the attempt with ``outcome``; false where its fence is gone.
 
-        Sets :attr:`settled` where nothing follows but what Celery does with the outcome.
+        Sets :attr:`settled` where nothing follows but what Celery does with the outcome, and
+        :attr:`cancelled` where that is not to be stored.
         """
         while self._unsure:
             self.store.wait_out(self.stop, usage.record, *self._unsure[0])
@@ -352,6 +406,9 @@ class Attempt:
         end = in_place.end if self.in_place else attempts.end
         ended = self.store.wait_out(self.stop, end, *self._key, outcome)
         self.settled = isinstance(ended, Ended) and ended.state == "settled" and not self.in_place
+        self.cancelled = isinstance(ended, Ended) and ended.cancelled
+        if isinstance(ended, Ended):
+            _alarm(ended.kept, self.reservation_id, self.settings)
         return isinstance(ended, Ended)
 
     def end_within(self, transaction: Enlisted, outcome: Outcome, value: object) -> bool:
@@ -448,8 +505,10 @@ def worker_lost(
     return False
 
 
-def cancel(store: Store, settings: Settings, task_id: str) -> Released | Running | Closed | Missing:
-    """End the request of a task that does not run: as :func:`continuations.cancel`, committed."""
+def cancel(
+    store: Store, settings: Settings, task_id: str
+) -> Released | Cancelling | Closed | Missing:
+    """End the request of a task, or mark one that runs: :func:`continuations.cancel`, committed."""
     return store.run(continuations.cancel, settings.root, task_id)
 
 

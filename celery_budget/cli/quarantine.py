@@ -1,4 +1,4 @@
-"""Commands for messages that could not be published."""
+"""Commands for what could not be published, and what failed for good."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 from celery.bin.base import CeleryCommand, CeleryOption
 
 from celery_budget.cli.group import BudgetGroup, budget, installed_of, json_option, show
-from celery_budget.render.tables import quarantine_table
+from celery_budget.render.tables import quarantine_facts, quarantine_table
 from celery_budget.render.text import literal
 
 __all__ = ["quarantine"]
@@ -14,10 +14,11 @@ __all__ = ["quarantine"]
 
 @budget.group(cls=BudgetGroup)
 def quarantine() -> None:
-    """See, publish again or discard what could not be published.
+    """See, publish again or discard what could not be published, or failed for good.
 
     A message that no queue takes, that is too large, that cannot be read, or that the broker
-    refused each time, goes into quarantine. It holds no budget there.
+    refused each time, goes into quarantine. So does a request whose task declares how long it is
+    tried, when it has failed. It holds no budget there.
 
     \b
     Examples:
@@ -50,12 +51,27 @@ def list_(ctx: click.Context, limit: int, as_json: bool) -> None:
     show(ctx, document if as_json else quarantine_table(isolated))
 
 
+@quarantine.command("show", cls=CeleryCommand)
+@click.argument("some_id", metavar="ID|TASK_ID")
+@json_option
+@click.pass_context
+def show_(ctx: click.Context, some_id: str, as_json: bool) -> None:
+    """Show one: why it is there, its error, how often it ran, what it used.
+
+    \b
+    Examples:
+      celery -A proj budget quarantine show 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
+    """
+    one = installed_of(ctx).quarantined(some_id)
+    show(ctx, one.as_dict() if as_json else quarantine_facts(one))
+
+
 @quarantine.command(cls=CeleryCommand)
 @click.argument("some_id", metavar="ID|TASK_ID")
 @json_option
 @click.pass_context
 def requeue(ctx: click.Context, some_id: str, as_json: bool) -> None:
-    """Publish a message again, admitted anew.
+    """Publish a message again, admitted anew. What failed begins anew, and is charged again.
 
     Exit status 1 where its budget refuses it, or where it is not there; it stays where it is.
 

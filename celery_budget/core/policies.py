@@ -13,6 +13,7 @@ from celery_budget.core.budgets import check_own_name
 from celery_budget.core.calls import call, wanted
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
+from celery_budget.core.retries import Retries
 from celery_budget.errors import BudgetError, EstimateError, InvalidName, PolicyError
 
 __all__ = ["BudgetLine", "BudgetPolicy", "Evaluation", "joined"]
@@ -85,6 +86,7 @@ class BudgetPolicy:
     :ivar stage: what reports group by; none for the task's name.
     :ivar version: the estimator's version, shown beside its drift.
     :ivar stop_at_hold: whether the task is stopped where it has used more than is reserved for it.
+    :ivar retries: how long it is tried.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -98,6 +100,7 @@ class BudgetPolicy:
     stage: str | None = None
     version: str = "1"
     stop_at_hold: bool = False
+    retries: Retries = field(default_factory=Retries)
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from celery_budget.core.budgets import check_own_name
+from celery_budget.core.retries import Keep
 from celery_budget.errors import BudgetExceeded, PolicyError
 
 __all__ = [
@@ -249,13 +250,22 @@ class Released:
 
 
 @dataclass(frozen=True)
+class Cancelling:
+    """The request runs, and has been asked to run no further: its task is told, and no retry."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """The attempt ended with this outcome, now or before.
 
     :ivar state: the reservation's: ``settled``, or ``waiting`` for another attempt.
+    :ivar cancelled: whether another attempt was to follow, and none does: it was cancelled.
+    :ivar kept: whether its request is in quarantine now; none where that was not asked for.
     """
 
     state: str
+    cancelled: bool = False
+    kept: bool | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -322,8 +332,9 @@ class Happened:
 class StoredOutcome:
     """A return value or an exception, encoded by the integration.
 
-    :ivar kind: ``returned`` or ``raised``.
-    :ivar payload: the encoded value; none where it was not kept (too large, or not encodable).
+    :ivar kind: ``returned`` or ``raised``; ``refused`` where the attempt was not run.
+    :ivar payload: the encoded value; none where it was not kept (too large, or not encodable). Of
+        what was refused: why, after how many attempts, and the last one's error, if known.
     """
 
     kind: str
@@ -349,30 +360,41 @@ class Outcome:
     """How an attempt's call ended.
 
     :ivar kind: ``returned, raised, retried, replaced, ignored`` or ``rejected``.
-    :ivar payload: the encoded value for a replay, for ``returned`` and ``raised``.
+    :ivar payload: the encoded value for a replay, for ``returned`` and ``raised``; the error that
+        was retried, for where no attempt follows after all.
     :ivar again: for ``rejected``: how its message may come again; none for not at all.
+    :ivar keep: for ``raised``: that the request goes into quarantine if it ends with this.
     """
 
     kind: str
     payload: str | None = None
     again: Again | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """This delivery may run: it is ``attempt`` of the reservation, under ``claim_id``."""
+    """This delivery may run: it is ``attempt`` of the reservation, under ``claim_id``.
+
+    :ivar elapsed_us: how long ago the first attempt started; 0 where nobody asked.
+    """
 
     attempt: int
     claim_id: uuid.UUID
+    elapsed_us: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The attempt ended before but was not closed: its outcome is to be given again."""
+    """The attempt ended before but was not closed: its outcome is to be given again.
+
+    :ivar kept: of what was refused just now: whether its request is in quarantine.
+    """
 
     attempt: int
     claim_id: uuid.UUID
     stored: StoredOutcome
+    kept: bool | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def written(
     )
 
 
-def with_header(message: WireMessage, name: str, value: str) -> WireMessage:
+def with_header(message: WireMessage, name: str, value: str | int) -> WireMessage:
     """Return a stored message with another value of one header.
 
     :raises UnsupportedPublication: where it cannot be read.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from celery import Task, states
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.result import EagerResult
 from celery.utils.nodenames import gethostname
 
@@ -28,6 +28,7 @@ from celery_budget.core.reservations import (
     Closed,
     Outcome,
     Refused,
+    Released,
     ReserveRequest,
 )
 from celery_budget.errors import AttemptLost, PolicyError, RequestNotRun
@@ -291,6 +292,8 @@ def _go_on(budget: CeleryBudget, before: Run, request: ReserveRequest) -> Run:
     before.over = True
     if isinstance(going, Refused):
         raise going.error()
+    if isinstance(going, Released):
+        raise TaskRevokedError("cancelled")
     if isinstance(going, Closed):
         raise AttemptLost(before.task_id)
     return Run(going, before.task_id, before.nesting)

@@ -17,7 +17,7 @@ from kombu import serialization
 from kombu.exceptions import EncodeError
 from kombu.utils.json import loads
 
-from celery_budget import admission, settlement
+from celery_budget import admission, settlement, telling
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
     AlreadyReserved,
@@ -36,15 +36,24 @@ from celery_budget.integration.context import (
     attach,
     attempt_of,
     delivering,
+    find_installed,
     installed_on,
     parse_header,
 )
 from celery_budget.integration.effects import called
-from celery_budget.integration.outcomes import undisturbed, written_error, written_value
+from celery_budget.integration.outcomes import (
+    undisturbed,
+    written_error,
+    written_retry,
+    written_value,
+)
+from celery_budget.integration.results import BackendResults
+from celery_budget.integration.retries import TOLD, kept_as, refused
 
 if TYPE_CHECKING:
     import uuid
 
+    from celery_budget.core.retries import Retries
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = ["execute", "guarded"]
@@ -67,15 +76,24 @@ def execute(
     _process.runs_tasks = True
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
+    if getattr(request, TOLD, None):
+        # Its chord has been told that it failed.
+        request.chord = None
     if attempt.replay is not None:
         attempt.called = attempt.settled = True
         return _replay(task, attempt, attempt.replay)
     attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
+    retries = task.budget_retries(args, kwargs)
     try:
         value = called(attempt, body, args, kwargs)
         outcome = Outcome("returned", written_value(budget, task, request, value))
-    except Retry:
-        _end(attempt, Outcome("retried"))
+    except Retry as exc:
+        error = written_retry(budget, task, exc.exc) if retries else None
+        _end(attempt, Outcome("retried", error))
+        if attempt.cancelled:
+            # Celery would store RETRY, over what is told here.
+            _tell(budget, str(task.request.id))
+            raise Ignore("the request is cancelled") from exc
         raise
     except Ignore:
         _end(attempt, Outcome("replaced" if attempt.replaced else "ignored"))
@@ -83,13 +101,16 @@ def execute(
     except Reject as exc:
         again = budget.settings.again if exc.requeue else None
         _end(attempt, Outcome("rejected", again=again))
+        if attempt.cancelled:
+            _tell(budget, str(task.request.id))
         if attempt.settled:
             raise Reject(exc.reason, requeue=False) from exc
         # It comes again from the ledger, with back-off and counted; not from the broker.
         raise Ignore("the message is published again") from exc
     except Exception as exc:
         attempt.error = exc
-        _end(attempt, Outcome("raised", written_error(budget, task, exc)))
+        keep = kept_as(budget, attempt, retries, exc)
+        _end(attempt, Outcome("raised", written_error(budget, task, exc), keep=keep))
         raise
     _end(attempt, outcome)
     return value
@@ -107,6 +128,12 @@ def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
         raise Ignore("the attempt lost its claim")
 
 
+def _tell(budget: CeleryBudget, task_id: str) -> None:
+    """Store the result of a cancelled request now; where that fails the sweep does."""
+    ended = BackendResults(budget.app).ended
+    telling.tell_task(budget.store, budget.settings.root, ended, task_id)
+
+
 def _claim(
     budget: CeleryBudget, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> settlement.Attempt:
@@ -116,16 +143,18 @@ def _claim(
     :raises Reject: where it came without a reservation and those are to be rejected.
     """
     found = parse_header(getattr(task.request, HEADER, None))
+    retries = task.budget_retries(args, kwargs)
     if found is not None:
-        claimed = _claim_reserved(budget, task, *found)
+        claimed = _claim_reserved(budget, task, *found, retries)
         if not isinstance(claimed, Missing):
             return _only_attempt(task, claimed)
     reservation_id = _admit_delivered(budget, task, args, kwargs)
-    return _only_attempt(task, _claim_reserved(budget, task, budget.settings.root, reservation_id))
+    root = budget.settings.root
+    return _only_attempt(task, _claim_reserved(budget, task, root, reservation_id, retries))
 
 
 def _claim_reserved(
-    budget: CeleryBudget, task: Any, root: str, reservation_id: uuid.UUID
+    budget: CeleryBudget, task: Any, root: str, reservation_id: uuid.UUID, retries: Retries
 ) -> settlement.Attempt | Running | Closed | Missing:
     request = task.request
     delivery = settlement.Delivery(
@@ -138,7 +167,9 @@ def _claim_reserved(
         BOOT_ID,
         bool(task.acks_late),
     )
-    return undisturbed(settlement.claim, budget.store, budget.settings, delivery, new_id())
+    return undisturbed(
+        settlement.claim, budget.store, budget.settings, delivery, new_id(), None, retries
+    )
 
 
 def _only_attempt(
@@ -200,6 +231,9 @@ def _replay(task: Any, attempt: settlement.Attempt, stored: StoredOutcome) -> An
     if stored.payload is None:
         raise Ignore("the outcome was not kept")
     value = loads(stored.payload)
+    if stored.kind == "refused":
+        attempt.error = refused(task, *value)
+        raise attempt.error
     if stored.kind == "raised":
         attempt.error = task.backend.exception_to_python(value)
         raise attempt.error
@@ -260,3 +294,18 @@ class AttemptBackend:
             logger.warning("the outcome of task %s could not be stored: %r", task_id, exc)
             raise Ignore("the outcome is given again")
         return self._backend.mark_as_failure(task_id, exc, *args, request=request, **kwargs)
+
+    def mark_as_retry(
+        self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any
+    ) -> Any:
+        """Store that a task is retried, and again that it was cancelled where it was meanwhile."""
+        stored = self._backend.mark_as_retry(task_id, exc, *args, request=request, **kwargs)
+        attempt, budget = attempt_of(request), find_installed(self._backend.app)
+        if (
+            attempt is not None
+            and budget is not None
+            and not attempt.in_place
+            and undisturbed(attempt.cancelled_since, task_id)
+        ):
+            _tell(budget, task_id)
+        return stored

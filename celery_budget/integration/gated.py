@@ -7,11 +7,13 @@ from typing import Any
 
 from celery import Task
 
+from celery_budget.core.retries import Retries
 from celery_budget.core.terms import Terms
 from celery_budget.integration import eager
 from celery_budget.integration.batch import by_itself
 from celery_budget.integration.context import attempt_of, installed_on
 from celery_budget.integration.execution import execute, guarded
+from celery_budget.integration.retries import check_retry
 
 __all__ = ["GatedTask"]
 
@@ -43,6 +45,10 @@ class GatedTask(Task):
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
         """Tell whether such a call stops where it has used more than is held for it."""
         return False
+
+    def budget_retries(self, args: Any, kwargs: Any) -> Retries:
+        """Return how long such a call is tried."""
+        return Retries()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         following = super().__call__
@@ -92,6 +98,26 @@ class GatedTask(Task):
         if not self.budget_draws(args or (), kwargs or {}):
             return following(args, kwargs, *rest, **options)
         return eager.apply(self, following, tuple(args or ()), dict(kwargs or {}), rest, options)
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Any = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Retry this task; see :meth:`celery.app.task.Task.retry`.
+
+        Where its policy lets no attempt follow, it does what Celery does beyond ``max_retries``: no
+        message is written, and ``exc`` or the error that is being handled is raised.
+        """
+        if not self.request.called_directly:
+            check_retry(self, exc, eta, countdown)
+        return super().retry(args, kwargs, exc, throw, eta, countdown, *rest, **options)
 
     def on_replace(self, sig: Any) -> Any:
         """Run, or publish, what takes this task's place; in place the task is settled first.

@@ -12,6 +12,7 @@ from typing import Any
 from celery import Celery
 from celery._state import _get_active_apps, connect_on_app_finalize
 
+from celery_budget.core.retries import Retries
 from celery_budget.core.terms import Terms, summed
 from celery_budget.errors import PolicyError
 from celery_budget.integration.gated import GatedTask
@@ -55,6 +56,10 @@ class InlineTask(GatedTask):
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
         inner, _ = self._inner(args, kwargs)
         return inner is not None and inner.budget_stops_at_hold((), {})
+
+    def budget_retries(self, args: Any, kwargs: Any) -> Retries:
+        inner, _ = self._inner(args, kwargs)
+        return Retries() if inner is None else inner.budget_retries((), {})
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         given = _given(args or (), kwargs or {})

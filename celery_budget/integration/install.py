@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from celery import Celery
 from celery.bin.base import CeleryOption
@@ -12,7 +12,7 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
 from celery_budget import settlement, telling
-from celery_budget.core.reservations import Closed, Missing, Running
+from celery_budget.core.reservations import Cancelling, Closed, Missing
 from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
 from celery_budget.integration import canvas, eager_canvas
 from celery_budget.integration.batch import Batch
@@ -58,24 +58,38 @@ class CeleryBudget(Ledger):
         """The brokers that messages may go to: the application's, and ``budget_brokers``."""
         return Brokers(self.app, self.settings.brokers)
 
-    def cancel(self, task_id: str) -> None:
-        """End the request of a task that has not started; cancelling it again changes nothing.
+    def cancel(
+        self, task_id: str, terminate: bool = False, signal: str = "SIGTERM"
+    ) -> Literal["ended", "requested"]:
+        """Cancel the request of a task; cancelling it again changes nothing.
 
-        What it holds is given back, its message is dropped or, where a worker gets it all the
-        same, ignored, and ``REVOKED`` is stored as its result; by the sweep, where the result
-        backend is down. One that waits for a retry is settled at what it has used.
+        ``"ended"`` where it does not run: what it holds is given back, its message is dropped or,
+        where a worker gets it all the same, ignored, and ``REVOKED`` is stored as its result; by
+        the sweep, where the result backend is down. One that waits for a retry is settled at what
+        it has used.
 
+        ``"requested"`` where it runs: the task sees it by :func:`celery_budget.usage.cancelled`,
+        and goes on unless it looks. What it comes to is settled as ever; only a retry ends as
+        cancelled instead, and it does not run again should its worker be lost.
+
+        :param terminate: have the workers kill the process that runs it, as Celery's
+            ``revoke(…, terminate=True)`` does; it is charged the greater of recorded and estimated.
+        :param signal: by which signal.
         :raises UnknownRequest: where nothing is known of it.
-        :raises RequestRuns: where it runs or has run; nothing was changed.
+        :raises RequestRuns: where it has run and ended; nothing was changed.
+        :raises Exception: as ``app.control.revoke``, once the request is marked as cancelled.
         """
         outcome = settlement.cancel(self.store, self.settings, task_id)
         if isinstance(outcome, Missing):
             raise UnknownRequest(task_id)
-        if isinstance(outcome, Running):
-            raise RequestRuns(task_id, "running")
         if isinstance(outcome, Closed):
             raise RequestRuns(task_id, outcome.state)
+        if isinstance(outcome, Cancelling):
+            if terminate:
+                self.app.control.revoke(task_id, terminate=True, signal=signal)
+            return "requested"
         telling.tell_task(self.store, self.settings.root, BackendResults(self.app).ended, task_id)
+        return "ended"
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

@@ -20,10 +20,13 @@ from celery_budget.core import declarations
 from celery_budget.core.budgets import Balance, Budget, Limit, Share, check_text, parts_per_million
 from celery_budget.core.declarations import Change
 from celery_budget.core.identity import new_id
+from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Missing, Refused
 from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
 from celery_budget.integration.capture import with_header
 from celery_budget.integration.context import HEADER, header
+from celery_budget.integration.results import BackendResults
+from celery_budget.integration.retries import TOLD
 from celery_budget.settings import Settings
 from celery_budget.store import (
     Connection,
@@ -347,16 +350,32 @@ class Ledger:
         return shown.fold(self.store, self.settings, older_than // _MICROSECOND, told)
 
     def quarantine(self, limit: int = 100) -> list[shown.Quarantined]:
-        """Return the last ``limit`` messages that could not be published, the last first.
+        """Return the last ``limit`` of what is in quarantine, the last first.
 
-        They hold no budget: their requests have ended as ``unpublishable``.
+        Messages that could not be published, whose requests have ended as ``unpublishable``, and
+        requests that have failed for good. They hold no budget.
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of messages is an integer from 1 on, not {limit!r}")
         return shown.quarantined(self.store, self.settings, limit)
 
+    def quarantined(self, some_id: str) -> shown.Quarantined:
+        """Return one that is in quarantine.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotQuarantined: where there is none.
+        """
+        found = shown.find_quarantined(self.store, self.settings, some_id)
+        if found is None:
+            raise NotQuarantined(some_id)
+        return found
+
     def requeue(self, some_id: str) -> None:
         """Publish a message of the quarantine again: the same request, admitted anew.
+
+        What has failed begins anew, with no attempt and no retry, and is charged again; its result
+        is taken back. It goes on with what its message brings: its callbacks and the later steps of
+        its chain. Its chord has been told that it failed, and hears no more of it.
 
         One transaction. What refuses it leaves it in quarantine. A message that drew on no budget
         just goes to the outbox.
@@ -365,6 +384,7 @@ class Ledger:
         :raises NotQuarantined: where there is none.
         :raises BudgetExceeded: where the request does not fit its budget now.
         :raises RequestConflict: where the request was admitted again meanwhile.
+        :raises RequestEnding: where it has failed just now, and its result is still to be stored.
         :raises OutboxFull, UnknownBudget: as where it is admitted for the first time.
         """
         root = self.settings.root
@@ -375,6 +395,7 @@ class Ledger:
             lambda message, reservation_id: with_header(
                 message, HEADER, header(root, reservation_id)
             ),
+            again=quarantine.Again(_from_the_start, BackendResults(self.app).forget),
             lock_ms=self.settings.lock_ms,
             bound=self.settings.max_outbox,
         )
@@ -384,7 +405,7 @@ class Ledger:
             raise outcome.error()
 
     def discard(self, some_id: str) -> None:
-        """Delete a message of the quarantine; its request stays known as one that never ran.
+        """Delete a message of the quarantine; how its request ended stays known.
 
         :param some_id: its id there, or that of its task.
         :raises NotQuarantined: where there is none.
@@ -414,6 +435,11 @@ class Ledger:
     def explain(self, some_id: str) -> list[shown.Story]:
         """Return the life of the requests with this task id, request id or reservation id."""
         return shown.explain(self.store, self.settings, some_id)
+
+
+def _from_the_start(message: WireMessage) -> WireMessage:
+    """Return a message whose task has failed as that of a first attempt, that no chord hears of."""
+    return with_header(with_header(message, "retries", 0), TOLD, 1)
 
 
 def _set(

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu import serialization
 from kombu.exceptions import EncodeError
+from kombu.utils.encoding import safe_repr
 from kombu.utils.json import dumps
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["undisturbed", "written_error", "written_value"]
+__all__ = ["text_of", "undisturbed", "written_error", "written_retry", "written_value"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: How much of an error's text is kept in quarantine.
+MOST_TEXT = 2000
 
 
 def undisturbed(function: Callable[..., T], *args: Any) -> T:
@@ -64,6 +68,19 @@ def written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | No
         )
         return None
     return _capped(budget, task, written)
+
+
+def text_of(error: object) -> str:
+    """Return an error as it is shown to whoever looks: without what a database cannot hold."""
+    written = str(safe_repr(error)).encode("utf-8", "replace").decode("utf-8")
+    return written.replace("\x00", "\ufffd")[:MOST_TEXT]
+
+
+def written_retry(budget: CeleryBudget, task: Any, error: object) -> str | None:
+    """Return the error by which a task is retried, as kept for where no attempt follows."""
+    if not isinstance(error, Exception):
+        return None
+    return str(dumps([text_of(error), written_error(budget, task, error)]))
 
 
 def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:

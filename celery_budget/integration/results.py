@@ -65,6 +65,18 @@ class BackendResults:
         else:
             self.failed(task_id, RequestNotRun(task_id, reason))
 
+    def forget(self, task_id: str) -> None:
+        """Take back a task's stored result: it is going to run again.
+
+        :raises Exception: as the backend does. Where it cannot delete results, one stays.
+        """
+        if isinstance(self._app.backend, (DisabledBackend, RPCBackend)):
+            return
+        try:
+            self._app.backend.forget(task_id)
+        except NotImplementedError:
+            logger.warning("the result backend cannot forget the result of task %s", task_id)
+
     def failed(self, task_id: str, error: BudgetError) -> None:
         """Store ``error`` as the task's failure."""
         logger.error("%s", error)

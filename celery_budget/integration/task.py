@@ -21,6 +21,7 @@ from celery_budget import metering
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
+from celery_budget.core.retries import Retries
 from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
@@ -50,12 +51,13 @@ MARKS = "__budget_policies__"
 class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
-    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version`` and
-    ``stop_at_hold``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its
-    attempt is claimed before its body runs, and what it used is settled before anything follows
-    from it. A subclass with a ``__call__`` of its own has to call this one. A task without
-    ``budget`` and ``estimate`` is an error when it is first used, and when a worker starts.
+    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
+    ``stop_at_hold``, ``max_attempts``, ``retry_within`` and ``terminal``, as class attributes or as
+    options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
+    Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
+    and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
+    a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
+    error when it is first used, and when a worker starts.
     """
 
     abstract = True
@@ -80,6 +82,11 @@ class BudgetedTask(GatedTask):
             cls.__dict__.get("stage", getattr(cls, "stage", None)),
             str(getattr(cls, "estimate_version", "1")),
             getattr(cls, "stop_at_hold", False),
+            Retries(
+                getattr(cls, "max_attempts", None),
+                getattr(cls, "retry_within", None),
+                getattr(cls, "terminal", ()),
+            ),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -104,6 +111,9 @@ class BudgetedTask(GatedTask):
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
         return _policy(self).stop_at_hold
 
+    def budget_retries(self, args: Any, kwargs: Any) -> Retries:
+        return _policy(self).retries
+
     def _price(self, what: Unpriced) -> Priced:
         return metering.price(what, installed_on(self.app).settings.prices)
 
@@ -121,6 +131,9 @@ def budgeted(
     stage: str | None = None,
     estimate_version: str = "1",
     stop_at_hold: bool = False,
+    max_attempts: int | None = None,
+    retry_within: float | None = None,
+    terminal: type[Exception] | Sequence[type[Exception]] = (),
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -138,10 +151,17 @@ def budgeted(
     :param estimate_version: tells versions of the estimator apart in reports.
     :param stop_at_hold: whether a record by which the task has used more than is reserved for it
         raises ``ReservationExhausted``, when it is made.
+    :param max_attempts: how often one request runs in all: retries, and runs after a lost worker or
+        a rejected delivery, included.
+    :param retry_within: for how many seconds from the start of the first attempt another one may
+        start.
+    :param terminal: errors after which it is not retried, whatever ``autoretry_for`` or the task
+        itself says. With any of the three a request that fails is kept in quarantine.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
-    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold)
+    retries = Retries(max_attempts, retry_within, terminal)  # type: ignore[arg-type]
+    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold, retries)
 
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would

@@ -17,7 +17,7 @@ from celery_budget.integration.effects import step_key
 from celery_budget.integration.replies import record_reply
 from celery_budget.integration.streams import Reading, pass_on, pass_on_async
 
-__all__ = ["check", "extend", "idempotency_key", "record", "remaining", "stream"]
+__all__ = ["cancelled", "check", "extend", "idempotency_key", "record", "remaining", "stream"]
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,17 @@ def remaining(unit: str | None = None) -> int | None:
     """
     attempt = current_attempt()
     return None if attempt is None else attempt.remaining(unit)
+
+
+def cancelled() -> bool:
+    """Tell whether the request that this thread runs was cancelled since it started.
+
+    For work that can stop between two steps: return or raise, as it suits the task; what it has
+    used is charged. A retry is not started. One read of the ledger for each call. False where no
+    budgeted task runs.
+    """
+    attempt = current_attempt()
+    return attempt is not None and attempt.is_cancelled()
 
 
 def check() -> None:

@@ -3,7 +3,7 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
-from celery_budget.reconcile.isolation import Quarantined, quarantined
+from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
 from celery_budget.reconcile.reports import Drift, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
@@ -34,6 +34,7 @@ __all__ = [
     "budget_as_dict",
     "change_as_dict",
     "explain",
+    "find_quarantined",
     "fold",
     "grants",
     "journal",

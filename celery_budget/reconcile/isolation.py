@@ -1,14 +1,15 @@
-"""What is in quarantine: messages that could not be published."""
+"""What is in quarantine: messages that could not be published, requests that failed for good."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, quarantine
 
-__all__ = ["Quarantined", "of_task", "quarantined"]
+__all__ = ["Quarantined", "find_quarantined", "of_task", "quarantined"]
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,13 @@ class Quarantined:
 
     :ivar quarantine_id: its id there.
     :ivar broker: the name of the broker it was for; empty for the application's own.
-    :ivar reason: ``unroutable``, ``rejected``, ``oversize`` or ``undecodable``.
-    :ivar error: what the broker said.
+    :ivar reason: ``unroutable``, ``rejected``, ``oversize`` or ``undecodable``; of a request that
+        failed: ``max_attempts``, ``retry_within``, ``terminal`` or ``failed``.
+    :ivar error: what the broker said; the last error.
     :ivar failures: how often publishing it failed.
     :ivar budgeted: whether it drew on a budget, and does again when it is published.
+    :ivar attempts: how often it ran; none for what could not be published.
+    :ivar used: what it used of each budget, as it was charged when it ended; none as well.
     """
 
     quarantine_id: str
@@ -33,6 +37,8 @@ class Quarantined:
     failures: int
     quarantined_us: int
     budgeted: bool
+    attempts: int | None = None
+    used: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -45,6 +51,12 @@ def quarantined(store: Store, settings: Settings, limit: int) -> list[Quarantine
     return [_shown(row) for row in rows]
 
 
+def find_quarantined(store: Store, settings: Settings, some_id: str) -> Quarantined | None:
+    """Return what has this id in quarantine, or the last one of the task with this id."""
+    row = store.read(quarantine.find, settings.root, some_id)
+    return None if row is None else _shown(row)
+
+
 def of_task(connection: Connection, root: str, task_id: str) -> list[Quarantined]:
     """Return the messages of a task in quarantine, the first first."""
     return [_shown(row) for row in quarantine.of_task(connection, root, task_id)]
@@ -52,4 +64,5 @@ def of_task(connection: Connection, root: str, task_id: str) -> list[Quarantined
 
 def _shown(row: quarantine.Row) -> Quarantined:
     values = {**row._mapping, "quarantine_id": str(row.quarantine_id)}
-    return Quarantined(**values | {"budgeted": bool(row.budgeted)})
+    used = None if row.used is None else json.loads(row.used)
+    return Quarantined(**values | {"budgeted": bool(row.budgeted), "used": used})

@@ -24,8 +24,8 @@ class Reconciliation:
     """Whether the ledger adds up.
 
     :ivar mismatches: one sentence for each thing that is wrong; empty where it adds up.
-    :ivar open_work: requests that have not ended, by state; messages still due; parked work;
-        results that have still to be stored.
+    :ivar open_work: requests that have not ended, by state; how many of them were cancelled while
+        they ran; messages still due; parked work; results that have still to be stored.
     :ivar overdue_seconds: for how long the oldest due message has been waiting for a relay.
     """
 

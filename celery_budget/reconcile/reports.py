@@ -66,6 +66,7 @@ class Report:
     :ivar counts: ``admitted`` requests, those ``refused`` and ``parked``, and of the admitted how
         many are in each state and carry each flag.
     :ivar quarantine: how many messages are in quarantine, by reason; no reason without any.
+    :ivar quarantine_bound: how many may be; none where that was not asked for.
     """
 
     balances: tuple[Balance, ...]
@@ -74,6 +75,13 @@ class Report:
     relays: tuple[RelaySeen, ...]
     reconciliation: Reconciliation
     quarantine: dict[str, int] = field(default_factory=dict)
+    quarantine_bound: int | None = None
+
+    @property
+    def quarantine_full(self) -> bool:
+        """Whether requests that fail for good are not kept any more."""
+        bound = self.quarantine_bound
+        return bound is not None and sum(self.quarantine.values()) >= bound
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -83,6 +91,7 @@ class Report:
             "drift": [drift.as_dict() for drift in self.drift],
             "relays": [relay.as_dict() for relay in self.relays],
             "quarantine": self.quarantine,
+            "quarantine_full": self.quarantine_full,
             "reconciliation": self.reconciliation.as_dict(),
         }
 
@@ -92,10 +101,10 @@ _STATES = ("planned", "reserved", "published", "running", "waiting", "settled", 
 
 def report(store: Store, settings: Settings) -> Report:
     """Gather the report, all of it at one moment."""
-    return store.read(_report, settings.root)
+    return store.read(_report, settings.root, settings.max_quarantine)
 
 
-def _report(connection: Connection, root: str) -> Report:
+def _report(connection: Connection, root: str, quarantine_bound: int) -> Report:
     raw = reports.counts(connection, root)
     states = {state: raw.get(f"state_{state}", 0) for state in _STATES}
     flags = {flag: raw[flag] for flag in ("over", "unmetered", "unreserved")}
@@ -128,6 +137,7 @@ def _report(connection: Connection, root: str) -> Report:
         _relays(connection, root),
         prove(connection, root),
         isolated.count_by_reason(connection, root),
+        quarantine_bound,
     )
 
 

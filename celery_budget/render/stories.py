@@ -88,6 +88,8 @@ def _events(story: Story) -> Iterator[_Event]:
     told = story.reservation
     if "reservation_id" in told:
         yield _Event(told["created_us"], _ADMITTED, "admitted")
+        if told["cancelled_us"] is not None:
+            yield _Event(told["cancelled_us"], _USED, "cancelled while it ran")
         if told["ended_us"] is not None:
             # One transaction ends the request and its attempt, and the clock moves in it.
             ends = [attempt["ended_us"] or 0 for attempt in story.attempts]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from celery_budget.reconcile import Drift, Quarantined, Reconciliation, RelaySeen, Report
 from celery_budget.render.budgets import balances_table
-from celery_budget.render.text import literal, moment, number, table_of
+from celery_budget.render.text import facts, literal, moment, number, table_of
 
 __all__ = [
     "DRIFT_HIGH",
@@ -18,6 +18,7 @@ __all__ = [
     "counts_table",
     "drift_table",
     "quarantine_counts",
+    "quarantine_facts",
     "quarantine_table",
     "relays_table",
     "report_view",
@@ -64,10 +65,15 @@ ISOLATED = {
     "rejected": "the broker refused it each time",
     "oversize": "larger than the broker takes",
     "undecodable": "its stored form cannot be read",
+    "max_attempts": "failed, all its attempts used up",
+    "retry_within": "failed, the time for its attempts used up",
+    "terminal": "failed, by an error that is not retried",
+    "failed": "failed, and was not retried",
 }
 
 #: Open work that is no request, in the singular.
 _OPEN = {
+    "cancelling": "cancellation requested",
     "unclosed": "attempt not closed",
     "due": "message due",
     "untold": "result not stored",
@@ -141,15 +147,21 @@ def _relay_row(relay: RelaySeen) -> list[Text | str]:
     ]
 
 
-def quarantine_counts(counts: dict[str, int]) -> RenderableType:
-    """How many messages are in quarantine, by reason."""
+def quarantine_counts(counts: dict[str, int], full: bool = False) -> RenderableType:
+    """How many messages are in quarantine, by reason.
+
+    :param full: whether requests that fail for good are not kept any more.
+    """
     if not counts:
         return Text("No message is in quarantine.")
     rows = [
         (literal(reason), number(count), Text(ISOLATED.get(reason, ""), "dim"))
         for reason, count in counts.items()
     ]
-    return table_of(["reason", "messages", ""], rows, numbers=["messages"])
+    table = table_of(["reason", "messages", ""], rows, numbers=["messages"])
+    if not full:
+        return table
+    return Group(table, Text("quarantine is full: what fails for good is not kept", _BAD))
 
 
 def quarantine_table(isolated: Sequence[Quarantined]) -> RenderableType:
@@ -162,7 +174,7 @@ def quarantine_table(isolated: Sequence[Quarantined]) -> RenderableType:
             literal(f"{one.task_name}[{one.task_id}]"),
             literal(f"{one.queue} at {one.broker}" if one.broker else one.queue),
             literal(one.reason),
-            number(one.failures),
+            number(one.failures if one.attempts is None else one.attempts),
             moment(one.quarantined_us),
             literal(one.error),
         )
@@ -170,6 +182,25 @@ def quarantine_table(isolated: Sequence[Quarantined]) -> RenderableType:
     ]
     columns = ["id", "task", "queue", "reason", "tries", "since", "error"]
     return table_of(columns, rows, numbers=["tries"])
+
+
+def quarantine_facts(one: Quarantined) -> RenderableType:
+    """All that is known of one that is in quarantine."""
+    known: dict[str, str | None] = {
+        "id": one.quarantine_id,
+        "task": f"{one.task_name}[{one.task_id}]",
+        "queue": f"{one.queue} at {one.broker}" if one.broker else one.queue,
+        "reason": f"{one.reason}: {ISOLATED.get(one.reason, '')}",
+        "since": moment(one.quarantined_us),
+        "error": one.error,
+    }
+    if one.attempts is None:
+        known["publishing failed"] = f"{one.failures} times"
+    else:
+        known["attempts"] = str(one.attempts)
+        for name, used in (one.used or {}).items():
+            known[f"used of {name}"] = number(used)
+    return facts(known)
 
 
 def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
@@ -224,6 +255,6 @@ def report_view(report: Report) -> RenderableType:
         _titled("Requests", counts_table(report.counts)),
         _titled("Estimated and actual", drift_table(report.drift)),
         _titled("Relays", relays_table(report.relays)),
-        _titled("Quarantine", quarantine_counts(report.quarantine)),
+        _titled("Quarantine", quarantine_counts(report.quarantine, report.quarantine_full)),
         verdict(report.reconciliation, report.counts["admitted"]),
     )

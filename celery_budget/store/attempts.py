@@ -6,6 +6,7 @@ what follows and stores the result. Every function locks the reservation first.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,8 +34,16 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
-from celery_budget.store import outbox, parked, plans, usage
-from celery_budget.store.continuations import again_request, next_attempt, refit
+from celery_budget.core.retries import Keep, Retries
+from celery_budget.store import outbox, parked, plans, quarantine, untold, usage
+from celery_budget.store.continuations import (
+    CANCELLED,
+    again_request,
+    cancel,
+    drop_next,
+    next_attempt,
+    refit,
+)
 from celery_budget.store.reservations import (
     CHANGING,
     How,
@@ -105,12 +114,20 @@ def attempt_key(root: str, reservation_id: uuid.UUID, attempt: int) -> sa.Column
 
 
 def claim(
-    connection: Connection, delivery: Delivery, claim_id: uuid.UUID, lease_us: int
+    connection: Connection,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    lease_us: int,
+    retries: Retries | None = None,
+    bound: int = 0,
 ) -> Claimed | Replay | Running | Closed | Missing:
     """Claim the attempt a delivery stands for; of several deliveries one gets it.
 
+    Where ``retries`` lets no further attempt start, the request ends here without a run, into
+    quarantine: the attempt is written as refused, and its outcome is to be given as in a replay.
+
     Locks the reservation, so that deliveries of one message go one after another, and the balances
-    of lines that are charged at the start. A claim that
+    of lines that are charged at the start; of all lines where the request ends. A claim that
     committed while the connection was lost is found again by its ``claim_id``.
     """
     root, reservation_id = delivery.root, delivery.reservation_id
@@ -124,7 +141,8 @@ def claim(
     ).first()
     if current is not None and current.claim_id == claim_id:
         if current.ended_us is None:
-            return Claimed(current.attempt, claim_id)
+            elapsed_us = _elapsed_us(connection, row, retries)
+            return Claimed(current.attempt, claim_id, elapsed_us)
         return Replay(
             current.attempt, claim_id, StoredOutcome(str(current.outcome), current.payload)
         )
@@ -133,21 +151,13 @@ def claim(
             # The broker's own redelivery: what it would need is not held yet. It is published
             # again when it fits.
             return Closed(str(row.state))
-        connection.execute(
-            attempts.insert().values(
-                root=root,
-                reservation_id=reservation_id,
-                attempt=row.attempts + 1,
-                claim_id=claim_id,
-                retries=row.retries,
-                worker=delivery.worker,
-                boot_id=delivery.boot_id,
-                late_ack=delivery.late_ack,
-                started_us=now_us(),
-                lease_until_us=now_us() + lease_us,
-                replays=0,
-            )
-        )
+        elapsed_us = _elapsed_us(connection, row, retries)
+        if current is not None and retries is not None:
+            why = retries.spent(row.attempts, elapsed_us)
+            if why is not None:
+                return _refuse(connection, row, current, delivery, claim_id, lease_us, why, bound)
+            _erase(connection, current)
+        _write_claim(connection, row, delivery, claim_id, lease_us)
         set_reservation(
             connection,
             root,
@@ -158,7 +168,7 @@ def claim(
         )
         if row.charges_start:
             start(connection, root, reservation_id)
-        return Claimed(row.attempts + 1, claim_id)
+        return Claimed(row.attempts + 1, claim_id, elapsed_us)
     if current is None or current.lease_until_us is None or current.retries != delivery.retries:
         return Running() if row.state == "running" else Closed(str(row.state))
     if current.ended_us is None or (current.alive and current.boot_id != NOBODY):
@@ -176,6 +186,101 @@ def claim(
         )
     )
     return Replay(current.attempt, claim_id, StoredOutcome(str(current.outcome), current.payload))
+
+
+def _write_claim(
+    connection: Connection,
+    row: sa.Row[Any],
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    lease_us: int,
+    **more: Any,
+) -> None:
+    """Write the next attempt of a reservation whose row the caller holds."""
+    connection.execute(
+        attempts.insert().values(
+            root=row.root,
+            reservation_id=row.reservation_id,
+            attempt=row.attempts + 1,
+            claim_id=claim_id,
+            retries=row.retries,
+            worker=delivery.worker,
+            boot_id=delivery.boot_id,
+            late_ack=delivery.late_ack,
+            started_us=now_us(),
+            lease_until_us=now_us() + lease_us,
+            replays=0,
+            **more,
+        )
+    )
+
+
+def _elapsed_us(connection: Connection, row: sa.Row[Any], retries: Retries | None) -> int:
+    """Return how long ago a reservation's first attempt started; 0 where that does not matter."""
+    if retries is None or retries.retry_within is None or row.attempts == 0:
+        return 0
+    elapsed = connection.execute(
+        sa.select(now_us() - attempts.c.started_us).where(
+            attempt_key(row.root, row.reservation_id, 1)
+        )
+    ).scalar_one()
+    return max(0, int(elapsed))
+
+
+def _erase(connection: Connection, last: sa.Row[Any]) -> None:
+    """Erase the error by which an attempt was retried: another one follows."""
+    if last.payload is not None:
+        connection.execute(
+            attempts.update()
+            .where(attempt_key(last.root, last.reservation_id, last.attempt))
+            .values(payload=None)
+        )
+
+
+#: The last error of a request whose last attempt said nothing.
+UNKNOWN = "its worker went away, or it gave its message back"
+
+
+def _refuse(
+    connection: Connection,
+    row: sa.Row[Any],
+    last: sa.Row[Any],
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    lease_us: int,
+    why: str,
+    bound: int,
+) -> Replay:
+    """End a request that may not run again, in place of its next attempt; that tells the outcome.
+
+    It is settled at what it used. Where the last attempt's outcome is unknown it is lost, and
+    charged the greater of recorded and estimated for that one.
+    """
+    root, reservation_id = row.root, row.reservation_id
+    of = lines_of(connection, root, reservation_id)
+    fresh: dict[int, int] = {}
+    if last.outcome == "uncertain":
+        recorded = usage.recorded(connection, root, reservation_id, last.attempt)
+        fresh = {line.line: max(0, line.estimate - recorded.get(line.unit, 0)) for line in of}
+    charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
+    text, error = json.loads(last.payload) if last.payload is not None else (UNKNOWN, None)
+    kept = quarantine.keep(connection, row, row.attempts, of, charges, Keep(why, text, bound))
+    state = "lost" if last.outcome == "uncertain" else "settled"
+    finish(connection, root, row, state, charges, reason=why, of=of)
+    _erase(connection, last)
+    stored = StoredOutcome("refused", json.dumps([why, row.attempts, error]))
+    _write_claim(
+        connection,
+        row,
+        delivery,
+        claim_id,
+        lease_us,
+        ended_us=now_us(),
+        outcome=stored.kind,
+        payload=stored.payload,
+    )
+    set_reservation(connection, root, reservation_id, attempts=row.attempts + 1)
+    return Replay(row.attempts + 1, claim_id, stored, kept)
 
 
 def owned(
@@ -254,10 +359,17 @@ def end(
     at what was used, or, where a success recorded nothing of a unit, at the estimate on top of what
     earlier attempts used. A rejected message comes again from the outbox, later each time, until
     its turns are over.
+
+    Where the request was cancelled meanwhile nothing follows: what was written to is dropped, and
+    if the attempt was to be followed, its result is to be told. What replaces it is cancelled too.
     """
     row = owned(connection, root, reservation_id, attempt, claim_id)
     if row is None:
         return _ended_as(connection, root, reservation_id, attempt, claim_id, outcome)
+    if row.cancelled_us is not None:
+        drop_next(connection, root, reservation_id, attempt)
+        if outcome.kind == "retried" or outcome.again is not None:
+            return _end_cancelled(connection, row, attempt, outcome)
     retries = follow(connection, root, reservation_id, attempt)
     if retries is not None:
         set_reservation(
@@ -274,6 +386,9 @@ def end(
         }
         charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
         goes_on = outcome.kind == "returned"
+        kept = None
+        if outcome.keep is not None and row.cancelled_us is None:
+            kept = quarantine.keep(connection, row, attempt, of, charges, outcome.keep)
         if outcome.kind == "replaced" and row.plan_id is not None:
             goes_on = plans.hand_over(connection, row)
         finish(
@@ -287,8 +402,24 @@ def end(
             goes_on=goes_on,
         )
         write_end(connection, root, reservation_id, attempt, outcome, is_open=True)
-        return Ended("settled")
+        if row.cancelled_us is not None and outcome.kind == "replaced":
+            cancel(connection, root, row.task_id)
+        return Ended("settled", kept=kept)
     return Ended("waiting")
+
+
+def _end_cancelled(
+    connection: Connection, row: sa.Row[Any], attempt: int, outcome: Outcome
+) -> Ended:
+    """Settle a cancelled request at what it used, in place of another attempt, and close it."""
+    of = lines_of(connection, row.root, row.reservation_id)
+    charges = {line.line: charge_of(line) for line in of}
+    finish(connection, row.root, row, "settled", charges, reason=CANCELLED, of=of)
+    ended = Outcome(outcome.kind)
+    write_end(connection, row.root, row.reservation_id, attempt, ended, is_open=False)
+    outbox.drop(connection, row.root, row.reservation_id)
+    untold.note(connection, row.root, row.task_id, CANCELLED, row.reservation_id)
+    return Ended("settled", cancelled=True)
 
 
 def _reject(
@@ -360,7 +491,11 @@ def _ended_as(
     One that another attempt followed has settled nothing, whatever that one has come to.
     """
     found = connection.execute(
-        sa.select(reservations.c.state, reservations.c.attempts)
+        sa.select(
+            reservations.c.state,
+            reservations.c.attempts,
+            (reservations.c.reason == CANCELLED).label("cancelled"),
+        )
         .join(
             attempts,
             of_reservation,
@@ -373,7 +508,9 @@ def _ended_as(
     ).first()
     if found is None:
         return Closed("ended")
-    return Ended(str(found.state) if found.attempts == attempt else "waiting")
+    if found.attempts != attempt:
+        return Ended("waiting")
+    return Ended(str(found.state), cancelled=bool(found.cancelled))
 
 
 def write_end(
@@ -384,11 +521,14 @@ def write_end(
     outcome: Outcome,
     is_open: bool,
 ) -> None:
-    """Write an attempt's outcome; ``is_open`` keeps lease and payload until :func:`close`."""
+    """Write an attempt's outcome; ``is_open`` keeps lease and payload until :func:`close`.
+
+    The error of one that is retried stays until the next one is claimed.
+    """
     values: dict[str, Any] = {"ended_us": now_us(), "outcome": outcome.kind}
-    if is_open:
+    if is_open or outcome.kind == "retried":
         values["payload"] = outcome.payload
-    else:
+    if not is_open:
         values["lease_until_us"] = None
     connection.execute(
         attempts.update().where(attempt_key(root, reservation_id, attempt)).values(**values)

@@ -19,6 +19,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
     AlreadyReserved,
+    Cancelling,
     Closed,
     Line,
     Missing,
@@ -44,7 +45,7 @@ from celery_budget.store.reservations import (
     set_holds,
     write_lines,
 )
-from celery_budget.store.schema import reservations
+from celery_budget.store.schema import now_us, reservations
 
 #: Why parked work ends that waited longer than it may.
 GIVEN_UP = "park_expired"
@@ -56,9 +57,12 @@ __all__ = [
     "GIVEN_UP",
     "again_request",
     "cancel",
+    "drop_next",
     "ended_unrun",
     "give_up",
+    "has_ended_cancelled",
     "hold_next",
+    "is_cancelled",
     "next_attempt",
     "refit",
     "reserve_or_park",
@@ -323,12 +327,13 @@ def try_parked(
 
 def cancel(
     connection: Connection, root: str, task_id: str
-) -> Released | Running | Closed | Missing:
+) -> Released | Cancelling | Closed | Missing:
     """End a request that does not run: give back what it holds, drop its message.
 
     Of a task that replaced itself, its last request. One that waits between attempts is settled at
     what it used. Whoever gets the message afterwards finds it ended. Its result is to be told. A
-    repeat finds it cancelled, and has that told again.
+    repeat finds it cancelled, and has that told again. One that runs is only marked: no further
+    attempt follows the one that runs.
 
     Locks the reservation, its parked row, its balances, its outbox rows; against a claim or a
     settlement the one that locks the reservation first wins.
@@ -349,6 +354,9 @@ def cancel(
         if waits is not None and row.state != "running":
             parked.unpark(connection, root, waits)
         released = release(connection, root, row.reservation_id, CANCELLED)
+        if isinstance(released, Running):
+            _mark_cancelled(connection, row)
+            return Cancelling()
         if isinstance(released, Released):
             untold.note(connection, root, task_id, CANCELLED, row.reservation_id)
         return released
@@ -361,6 +369,50 @@ def cancel(
     parked.unpark(connection, root, request.parked_id)
     _never_admitted(connection, parked.request_of(request), CANCELLED)
     return Released(task_id, "released")
+
+
+def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> None:
+    """Note, once, that a request was cancelled while it ran. The caller holds its row."""
+    if row.cancelled_us is None:
+        connection.execute(
+            reservations.update()
+            .where(
+                reservations.c.root == row.root,
+                reservations.c.reservation_id == row.reservation_id,
+            )
+            .values(cancelled_us=now_us())
+        )
+
+
+def is_cancelled(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:
+    """Tell whether a request was cancelled while it ran. Locks nothing."""
+    cancelled_us = connection.execute(
+        sa.select(reservations.c.cancelled_us).where(
+            reservations.c.root == root, reservations.c.reservation_id == reservation_id
+        )
+    ).scalar()
+    return cancelled_us is not None
+
+
+def has_ended_cancelled(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:
+    """Tell whether a request has ended since it was cancelled. Locks nothing."""
+    reason = connection.execute(
+        sa.select(reservations.c.reason).where(
+            reservations.c.root == root, reservations.c.reservation_id == reservation_id
+        )
+    ).scalar()
+    return bool(reason == CANCELLED)
+
+
+def drop_next(connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int) -> None:
+    """Drop what was written to follow ``attempt``, be it in the outbox or parked.
+
+    The caller holds the reservation's row.
+    """
+    outbox.drop_next(connection, root, reservation_id, attempt)
+    parked_id = parked.parked_of(connection, root, reservation_id)
+    if parked_id is not None:
+        parked.unpark(connection, root, parked_id)
 
 
 def give_up(

@@ -22,6 +22,7 @@ from celery_budget.core.reservations import (
     Ended,
     Outcome,
     Refused,
+    Released,
     Reserved,
     ReserveRequest,
     Skipped,
@@ -75,17 +76,22 @@ def go_on(
     delivery: Delivery,
     next_claim_id: uuid.UUID,
     lease_us: int,
-) -> Claimed | Refused | Closed:
+) -> Claimed | Refused | Released | Closed:
     """End a running attempt as retried, and claim the next one.
 
-    That holds its estimate on top of what was used. Where it does not fit there is none: the
-    request is settled at what it used. ``Closed``, and nothing changed, where the fence is gone.
+    That holds its estimate on top of what was used. Where it does not fit, or the request was
+    cancelled (``Released``), there is none: the request is settled at what it used. ``Closed``, and
+    nothing changed, where the fence is gone.
 
     Locks the reservation, then its balances. A repeat after a lost answer finds its own claim, or
     that the request has ended.
     """
     root, reservation_id = request.root, request.reservation_id
-    if attempts.owned(connection, root, reservation_id, attempt, claim_id) is not None:
+    row = attempts.owned(connection, root, reservation_id, attempt, claim_id)
+    if row is not None:
+        if row.cancelled_us is not None:
+            end(connection, root, reservation_id, attempt, claim_id, RETRIED)
+            return Released(row.task_id, "settled")
         refused = hold_next(connection, request)
         if refused is not None:
             note_refusals(connection, root, [(request, refused)])

@@ -25,6 +25,7 @@ from celery_budget.store.attempts import (
     set_reservation,
     write_end,
 )
+from celery_budget.store.continuations import drop_next
 from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, instant, now_us, reservations
 
@@ -217,9 +218,9 @@ def abandon(
     of the attempt in a transaction that is open has it pass the reservation by (none as well), or
     wait where the process is known to be gone, and its transaction soon.
 
-    :param again: have it run again: the reservation waits, what this attempt recorded stays
-        recorded. Otherwise it is lost and flagged: the greater of recorded and estimated is charged
-        on top of what earlier attempts used.
+    :param again: have it run again, unless it was cancelled: the reservation waits, what this
+        attempt recorded stays recorded. Otherwise it is lost and flagged: the greater of recorded
+        and estimated is charged on top of what earlier attempts used.
     :param park_us: how long it may wait where it does not fit again on top of what it used.
     :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
         with it, charged like a lost one unless something was recorded.
@@ -240,7 +241,9 @@ def abandon(
             return None
     uncertain = Outcome(ready or "uncertain")
     write_end(connection, root, reservation_id, attempt, uncertain, is_open=False)
-    if again and ready is None:
+    if row.cancelled_us is not None:
+        drop_next(connection, root, reservation_id, attempt)
+    elif again and ready is None:
         retries = follow(connection, root, reservation_id, attempt)
         if retries is not None:
             # A retry that the attempt had written already takes over.

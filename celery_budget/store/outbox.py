@@ -34,6 +34,7 @@ __all__ = [
     "columns_of",
     "delete",
     "drop",
+    "drop_next",
     "enqueue",
     "enqueue_many",
     "enqueue_plain",
@@ -333,6 +334,17 @@ def unblock(
     if retries is not None:
         delete(connection, root, mine, outbox.c.retries < retries)
     return retries
+
+
+def drop_next(connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int) -> None:
+    """Delete the message that waits for ``attempt`` to end, if there is one."""
+    delete(
+        connection,
+        root,
+        outbox.c.reservation_id == reservation_id,
+        outbox.c.state == "blocked",
+        outbox.c.after_attempt == attempt,
+    )
 
 
 def take(

@@ -1,14 +1,16 @@
-"""Quarantine: messages that cannot be published. They hold no budget and wait for somebody.
+"""Quarantine: what cannot go on by itself. It holds no budget and waits for somebody.
 
-A message that goes there ends its reservation; to publish it all the same is a new admission.
+Messages that cannot be published, and those of requests that failed for good. What goes there ends
+its reservation; to publish it all the same is a new admission.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -23,21 +25,26 @@ from celery_budget.core.reservations import (
     Reserved,
     ReserveRequest,
 )
-from celery_budget.errors import RequestConflict
+from celery_budget.core.retries import ENDED, Keep
+from celery_budget.errors import RequestConflict, RequestEnding
 from celery_budget.store import claims, outbox, parked, untold
 from celery_budget.store.claims import Due
 from celery_budget.store.continuations import again_request
 from celery_budget.store.outbox import columns_of, message_of
 from celery_budget.store.requests import reserve
-from celery_budget.store.reservations import lock, release
+from celery_budget.store.reservations import Lines, lock, release
+from celery_budget.store.schema import attempts as attempts_table
 from celery_budget.store.schema import now_us, quarantine, reservations
+from celery_budget.store.schema import outbox as outbox_table
 
 __all__ = [
     "UNPUBLISHABLE",
     "Row",
     "count_by_reason",
     "discard",
+    "find",
     "isolate",
+    "keep",
     "listed",
     "of_task",
     "requeue",
@@ -50,6 +57,22 @@ Row = sa.Row[Any]
 
 #: Returns the message of a reservation with the id that it has from now on.
 Readdress = Callable[[WireMessage, uuid.UUID], WireMessage]
+
+
+class Again(NamedTuple):
+    """What there is to do for a request that has failed and runs again.
+
+    :ivar message: returns its message as that of a first attempt.
+    :ivar forget: called with its task's id when it is admitted, before that is committed: takes
+        back the result that was stored. Where it raises nothing is changed.
+    """
+
+    message: Callable[[WireMessage], WireMessage] = lambda message: message
+    forget: Callable[[str], None] = lambda task_id: None
+
+
+#: Runs again what has failed as it is.
+UNCHANGED = Again()
 
 
 def isolate(
@@ -100,12 +123,66 @@ def isolate(
     return True
 
 
+def keep(
+    connection: Connection,
+    row: sa.Row[Any],
+    attempts: int,
+    of: Lines,
+    charges: Mapping[int, int],
+    why: Keep,
+) -> bool:
+    """Keep a copy of the present message of a request that ends now, having failed for good.
+
+    The message itself stays in the outbox until its attempt is closed. False where there is none,
+    or where quarantine is full: what is in it is kept, this is not. Of several at once each may be
+    the last that fits. The caller holds the reservation's row, and ends it; locks nothing more.
+
+    :param row: the reservation before its end.
+    :param attempts: how often it ran.
+    :param of: its lines, with what each was charged.
+    """
+    root = row.root
+    kept = sa.select(quarantine.c.quarantine_id).where(quarantine.c.root == root).limit(why.bound)
+    counted = sa.select(sa.func.count()).select_from(kept.subquery())
+    message = connection.execute(
+        sa.select(outbox_table).where(
+            outbox_table.c.root == root,
+            outbox_table.c.reservation_id == row.reservation_id,
+            outbox_table.c.retries == row.retries,
+            counted.scalar_subquery() < why.bound,
+        )
+    ).first()
+    if message is None:
+        return False
+    used: dict[str, int] = {}
+    for line in of:
+        used[line.budget] = used.get(line.budget, 0) + charges[line.line]
+    connection.execute(
+        quarantine.insert().values(
+            **columns_of(message_of(message)),
+            root=root,
+            quarantine_id=new_id(),
+            request=parked.written(again_request(connection, row)),
+            reservation_id=row.reservation_id,
+            reason=why.reason,
+            error=why.error,
+            failures=message.failures,
+            quarantined_us=now_us(),
+            due_us=0,
+            attempts=attempts,
+            used=json.dumps(used),
+        )
+    )
+    return True
+
+
 def requeue(
     connection: Connection,
     root: str,
     some_id: str,
     readdress: Readdress,
     *,
+    again: Again = UNCHANGED,
     lock_ms: int,
     bound: int | None,
 ) -> Reserved | Refused | Missing:
@@ -118,7 +195,10 @@ def requeue(
     Locks the row of the quarantine, then as :func:`~celery_budget.store.requests.reserve`. Of two
     calls at once the second finds it gone.
 
+    One that has failed begins anew: with no attempt, and no retry.
+
     :raises RequestConflict: where its request was admitted again meanwhile. Nothing was changed.
+    :raises RequestEnding: where it has failed just now, and its result is still to be stored.
     :raises OutboxFull, UnknownBudget, Unready: as by ``reserve``.
     """
     row = _lock(connection, root, some_id)
@@ -134,6 +214,9 @@ def requeue(
         untold.withdraw(connection, root, row.task_id)
         return Reserved(row.quarantine_id)
     request = _anew(connection, parked.request_of(row))
+    if row.reason in ENDED:
+        _check_closed(connection, row)
+        request, message = replace(request, retries=0), again.message(message)
     admitted = reserve(
         connection,
         request,
@@ -145,7 +228,25 @@ def requeue(
         raise RequestConflict(request.request_id, request.owner, admitted.task_id)
     if isinstance(admitted, Reserved):
         _delete(connection, root, row.quarantine_id)
+        if row.reason in ENDED:
+            again.forget(row.task_id)
     return admitted
+
+
+def _check_closed(connection: Connection, row: sa.Row[Any]) -> None:
+    """Check that nothing is left to do for the last attempt of what failed.
+
+    :raises RequestEnding: where there is.
+    """
+    is_open = connection.execute(
+        sa.select(attempts_table.c.attempt).where(
+            attempts_table.c.root == row.root,
+            attempts_table.c.reservation_id == row.reservation_id,
+            attempts_table.c.lease_until_us.is_not(None),
+        )
+    ).first()
+    if is_open is not None:
+        raise RequestEnding(row.task_id)
 
 
 def _anew(connection: Connection, request: ReserveRequest) -> ReserveRequest:
@@ -189,6 +290,16 @@ def listed(connection: Connection, root: str, limit: int) -> list[Row]:
     )
 
 
+def find(connection: Connection, root: str, some_id: str) -> Row | None:
+    """Return what has this id, or the last one of the task with this id. Locks nothing."""
+    return connection.execute(
+        _shown()
+        .where(quarantine.c.root == root, _named(some_id))
+        .order_by(quarantine.c.quarantine_id.desc())
+        .limit(1)
+    ).first()
+
+
 def of_task(connection: Connection, root: str, task_id: str) -> list[Row]:
     """Return the messages of a task in quarantine, the first first. Locks nothing."""
     return list(
@@ -221,6 +332,8 @@ def _shown() -> sa.Select[Any]:
         quarantine.c.reason,
         quarantine.c.error,
         quarantine.c.failures,
+        quarantine.c.attempts,
+        quarantine.c.used,
         quarantine.c.quarantined_us,
         quarantine.c.request.is_not(None).label("budgeted"),
     )
@@ -228,17 +341,19 @@ def _shown() -> sa.Select[Any]:
 
 def _lock(connection: Connection, root: str, some_id: str) -> sa.Row[Any] | None:
     """Lock and return the message with this id, or the last one of the task with this id."""
-    named = quarantine.c.task_id == some_id
-    with_id = _uuid(some_id)
-    if with_id is not None:
-        named = named | (quarantine.c.quarantine_id == with_id)
     return connection.execute(
         sa.select(quarantine)
-        .where(quarantine.c.root == root, named)
+        .where(quarantine.c.root == root, _named(some_id))
         .order_by(quarantine.c.quarantine_id.desc())
         .limit(1)
         .with_for_update()
     ).first()
+
+
+def _named(some_id: str) -> sa.ColumnElement[bool]:
+    named = quarantine.c.task_id == some_id
+    with_id = _uuid(some_id)
+    return named if with_id is None else named | (quarantine.c.quarantine_id == with_id)
 
 
 def _uuid(text: str) -> uuid.UUID | None:

@@ -354,11 +354,12 @@ def unreachable(connection: Connection, root: str) -> Rows:
 def open_work(connection: Connection, root: str) -> dict[str, int]:
     """Return how many requests have not ended, by state, and what else has still to be done."""
     states = connection.execute(
-        sa.select(reservations.c.state, sa.func.count())
+        sa.select(reservations.c.state, sa.func.count(), sa.func.count(reservations.c.cancelled_us))
         .where(reservations.c.root == root, reservations.c.ended_us.is_(None))
         .group_by(reservations.c.state)
-    )
-    found = {state: int(count) for state, count in states}
+    ).all()
+    found = {state: int(count) for state, count, _ in states}
+    found["cancelling"] = sum(int(cancelled) for _, _, cancelled in states)
     unclosed = connection.execute(
         sa.select(sa.func.count())
         .select_from(attempts)

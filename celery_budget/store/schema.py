@@ -273,6 +273,8 @@ reservations = Table(
     Column("step", SmallInteger),
     # By which prices its estimates in money were made.
     Column("prices", Text),
+    # When it was asked, while it ran, to run no further.
+    Column("cancelled_us", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -499,7 +501,8 @@ parked = Table(
     ),
 )
 
-# What cannot be published. It holds no budget; to publish it all the same is a new admission.
+# What cannot be published, and what failed for good. It holds no budget; to publish it all the same
+# is a new admission.
 quarantine = Table(
     "budget_quarantine",
     metadata,
@@ -511,7 +514,8 @@ quarantine = Table(
     Column("parent_id", Uuid),
     Column("task_id", Text, nullable=False),
     Column("task_name", Text, nullable=False),
-    # Why: unroutable, rejected, oversize or undecodable; and what the broker said.
+    # Why: unroutable, rejected, oversize or undecodable, and what the broker said; or max_attempts,
+    # retry_within, terminal or failed, and the last error.
     Column("reason", String(16), nullable=False),
     Column("error", Text, nullable=False),
     # How often publishing it failed.
@@ -525,6 +529,9 @@ quarantine = Table(
     Column("rank", SmallInteger, nullable=False),
     Column("order_key", String(255)),
     Column("broker", String(255), nullable=False),
+    # Of what failed: how often it ran, and what it used of each budget, as JSON.
+    Column("attempts", Integer),
+    Column("used", Text),
     PrimaryKeyConstraint("root", "quarantine_id", name="pk_budget_quarantine"),
     Index("ix_budget_quarantine_task", "root", "task_id"),
 )

@@ -197,6 +197,26 @@ def propagate(tenant: str, amount: int) -> None:
 
 
 @budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.stoppable", acks_late=True, bind=True, max_retries=5)
+def stoppable(self: Any, tenant: str, then: str) -> str:
+    """Run until cancelled, then ``return``, ``retry``, ``raise`` or ``reject``."""
+    note(f"stoppable {tenant}")
+    usage.record(2)
+    until = time.monotonic() + 60
+    while not usage.cancelled():
+        if time.monotonic() > until:
+            raise TimeoutError("nobody cancelled it")
+        time.sleep(0.02)
+    if then == "retry":
+        raise self.retry(countdown=0)
+    if then == "reject":
+        raise Reject("stopped", requeue=True)
+    if then == "raise":
+        raise ValueError("stopped")
+    return "stopped"
+
+
+@budgeted(budget=TENANT, estimate=6)
 @shared_task(name="steps.slow", acks_late=True)
 def slow(tenant: str, seconds: float) -> None:
     usage.record(2)

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from celery_budget import settlement
-from celery_budget.core.reservations import Begun, Closed, Extended, Happened, Running
+from celery_budget.core.reservations import Begun, Cancelling, Closed, Extended, Happened, Running
 from celery_budget.errors import StoreError
 from celery_budget.settlement import Attempt
 from celery_budget.store import effects, schema
@@ -234,10 +234,10 @@ def test_the_attempt_goes_on_beside_its_effect(funded: Ledger, undo: bool) -> No
             assert attempt.record(9), "over the hold"
             assert attempt.extend(5) == Extended(5)
             assert funded.deliver(request) == Running()
-            ids = [request.task_id]
+            ids, asked = [request.task_id], (funded.store, funded.settings, request.task_id)
             assert settlement.renew(funded.store, funded.settings, ids, BOOT) == 1
             assert funded.retry(request, attempt)[1] is not None
-            assert settlement.cancel(funded.store, funded.settings, request.task_id) == Running()
+            assert settlement.cancel(*asked) == Cancelling()
             if undo:
                 raise Undo
     except Undo:

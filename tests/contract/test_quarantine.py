@@ -64,6 +64,8 @@ def test_what_is_in_quarantine_is_told(funded: Ledger) -> None:
         "failures": 1,
         "quarantined_us": told[0].quarantined_us,
         "budgeted": True,
+        "attempts": None,
+        "used": None,
     }
     assert len(reconcile.quarantined(funded.store, funded.settings, 1)) == 1
     report = reconcile.report(funded.store, funded.settings)

@@ -41,6 +41,7 @@ def test_a_report_counts_everything_once(funded: Ledger) -> None:
     assert report.reconciliation.ok
     assert report.reconciliation.open_work == {
         "reserved": 1,
+        "cancelling": 0,
         "unclosed": 0,
         "due": 1,
         "parked": 1,

@@ -10,7 +10,7 @@ from celery import _state
 
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.task import BudgetedFunction
-from tests.apps import steps
+from tests.apps import steps, trying
 from tests.cluster import Cluster
 from tests.integration.support import Shop, make_app
 from tests.integration.tenant import Tenant
@@ -89,7 +89,7 @@ def cluster(
             "budget_database_url": postgres_server.create_database(),
             "budget_lease_seconds": 10,
             "worker_enable_remote_control": True,
-            "imports": [steps.__name__],
+            "imports": [steps.__name__, trying.__name__],
         },
     )
     try:

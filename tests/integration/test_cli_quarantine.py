@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from celery import states
 
@@ -71,6 +73,34 @@ def test_it_is_in_the_report_and_in_a_requests_story_and_is_no_mismatch(
     facts = run(on_both.app, "explain", task_id).facts
     assert facts["state"].strip() == "released: unpublishable"
     assert facts["quarantine"].strip().startswith("undecodable since ")
+
+
+def test_one_is_shown(on_both: Shop, run: Run) -> None:
+    task_id = isolate(on_both)
+    known = run(on_both.app, "quarantine", "show", task_id).facts
+    assert known["task"].strip() == f"{TASK}[{task_id}]"
+    assert known["reason"].strip() == "undecodable: its stored form cannot be read"
+    assert known["publishing failed"].strip() == "1 times"
+    on_both.sql(
+        schema.quarantine.update().values(
+            reason="max_attempts", attempts=2, used='{"tenant:a": 4}', error="ValueError('no')"
+        )
+    )
+    known = run(on_both.app, "quarantine", "show", task_id).facts
+    assert known["reason"].strip() == "max_attempts: failed, all its attempts used up"
+    assert (known["attempts"].strip(), known["used of tenant:a"].strip()) == ("2", "4")
+    assert known["error"].strip() == "ValueError('no')"
+    found = run(on_both.app, "quarantine", "show", task_id, "--json").json
+    assert (found["attempts"], found["used"]) == (2, {"tenant:a": 4})
+    assert run(on_both.app, "quarantine", "show", "nothing").failed(1, "is in quarantine")
+
+
+def test_a_full_one_is_told(make_shop: Callable[..., Shop], run: Run) -> None:
+    shop = make_shop(budget_max_quarantine=1)
+    assert run(shop.app, "report", "--json").json["quarantine_full"] is False
+    isolate(shop)
+    assert "quarantine is full" in run(shop.app, "report").out
+    assert run(shop.app, "report", "--json").json["quarantine_full"] is True
 
 
 @pytest.mark.parametrize("by", ["task_id", "quarantine_id"])

@@ -16,6 +16,9 @@ from celery_budget.errors import BudgetError
 #: For each error how it is made and what its text has to tell.
 MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "AttemptLost": (("t-1",), ["t-1", "budget explain t-1"]),
+    "AttemptsSpent": (
+        ("t-1", 3, "max_attempts"), ["t-1", "after attempt 3: max_attempts=", "requeue t-1"],
+    ),
     "BudgetExceeded": (
         ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90),
         ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens",
@@ -36,8 +39,9 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
     "NotRunning": (("effect()",), ["effect() is for a task", "none runs in this thread"]),
     "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
+    "RequestEnding": (("t-1",), ["t-1", "is being stored", "try again"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
-    "RequestRuns": (("t-1", "running"), ["t-1", "running", "revoke('t-1', terminate=True)"]),
+    "RequestRuns": (("t-1", "settled"), ["t-1", "settled", "budget explain t-1"]),
     "StoreError": (("the database failed", True), ["the database failed"]),
     "UnknownBudget": (("b",), ["'b'", "budget set b --limit"]),
     "UnknownRequest": (("t-1",), ["'t-1'", "nothing was changed"]),

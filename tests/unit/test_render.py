@@ -131,10 +131,11 @@ def test_the_verdict_is_one_line_where_the_ledger_adds_up() -> None:
         "the ledger adds up: 1,200 requests, nothing open"
     ]
     some = {"untold": 2, "parked": 1, "due": 1, "unclosed": 2, "running": 1, "reserved": 3}
+    some["cancelling"] = 1
     [line] = lines(verdict(Reconciliation((), some), 1))
     assert line == (
         "the ledger adds up: 1 request, open: 1 parked, 3 reserved, 1 running, "
-        "2 attempts not closed, 1 message due, 2 results not stored"
+        "1 cancellation requested, 2 attempts not closed, 1 message due, 2 results not stored"
     )
 
 
@@ -317,7 +318,7 @@ def a_story(**changes: Any) -> Story:
         "owner": "acme", "request_id": "order-1", "reservation_id": "r-1", "parent_id": None,
         "stage": "draft", "estimator": "tokens_of", "estimator_version": "2", "over": True,
         "unmetered": False, "unreserved": False, "created_us": SECOND, "ended_us": 5 * SECOND,
-        "parked": [],
+        "cancelled_us": None, "parked": [],
     }  # fmt: skip
     attempt = {
         "attempt": 1, "worker": "w@h", "started_us": 3 * SECOND, "ended_us": 5 * SECOND + 9,
@@ -386,6 +387,12 @@ def test_a_story_tells_where_its_message_is(changes: dict[str, Any], told: str) 
     open_ = {"state": "reserved", "ended_us": None}
     story = a_story(reservation=open_, messages=(message(**changes),), attempts=(), usage=())
     assert events(story) == ["admitted", told]
+
+
+def test_a_story_tells_that_it_was_cancelled_while_it_ran() -> None:
+    story = a_story(reservation={"cancelled_us": 4 * SECOND, "reason": "cancelled"})
+    assert "cancelled while it ran" in events(story)
+    assert lines(stories_view([story]))[1].split() == ["state", "settled:", "cancelled"]
 
 
 def test_a_story_tells_open_attempts_and_late_usage() -> None:

@@ -15,6 +15,9 @@ def upgrade() -> None:
     op.add_column("budget_usage", sa.Column("details", sa.Text))
     op.add_column("budget_usage", sa.Column("assumed", sa.BigInteger))
     op.add_column("budget_reservations", sa.Column("prices", sa.Text))
+    op.add_column("budget_reservations", sa.Column("cancelled_us", sa.BigInteger))
+    op.add_column("budget_quarantine", sa.Column("attempts", sa.Integer))
+    op.add_column("budget_quarantine", sa.Column("used", sa.Text))
     op.create_table(
         "budget_effects",
         sa.Column("root", sa.String(255)),
@@ -40,6 +43,9 @@ def downgrade() -> None:
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_3.sql")
     op.drop_table("budget_effects")
-    op.drop_column("budget_reservations", "prices")
+    for column in ("used", "attempts"):
+        op.drop_column("budget_quarantine", column)
+    for column in ("cancelled_us", "prices"):
+        op.drop_column("budget_reservations", column)
     for column in ("details", "assumed"):
         op.drop_column("budget_usage", column)
