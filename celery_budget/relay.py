@@ -162,13 +162,15 @@ class Relay:
         if len(self._unanswered) > MOST_UNANSWERED:
             self._unanswered.clear()
         steps: Counter[str] = Counter()
-        again = False
+        again = reached = False
         for broker, rest in self._rests.items():
             if stop.is_set() or rest.lasts:
                 continue
-            again |= self._pass(broker, stop, steps)
-        down = all(rest.lasts for rest in self._rests.values())
-        return Relayed(**steps, broker_down=down, again=again and not down)
+            more = self._pass(broker, stop, steps)
+            if more is not None:
+                again, reached = again or more, True
+        down = not reached and not stop.is_set()
+        return Relayed(**steps, broker_down=down, again=again)
 
     def hand_back(self) -> None:
         """Mark what was published and give the rest back.
@@ -197,9 +199,13 @@ class Relay:
                 self._waiting.clear()
             self._trouble = None
 
-    def _pass(self, broker: str, stop: threading.Event, steps: Counter[str]) -> bool:
-        """Work through one batch; tell whether there may be more to do at once."""
+    def _pass(self, broker: str, stop: threading.Event, steps: Counter[str]) -> bool | None:
+        """Work through one batch; return whether there may be more to do at once.
+
+        None where the broker could not be reached.
+        """
         settings = self._settings
+        failures = self._rests[broker].failures
         until = time.monotonic() + settings.publish_seconds * PUBLISHING
         batch = self._store.run(
             claims.claim_due,
@@ -219,8 +225,10 @@ class Relay:
                 break
             self._bring_on(batch.fence, due, steps)
         self.hand_back()
+        if self._rests[broker].failures > failures:
+            return None
         ordered = any(due.message.order_key is not None for due in batch.messages)
-        return (batch.full or ordered or batch.behind > 0) and not self._rests[broker].lasts
+        return batch.full or ordered or batch.behind > 0
 
     def _next(self) -> Due | None:
         with self._lock:

@@ -25,10 +25,12 @@ from tests.apps import shop
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
+#: Seconds after which a test gives up waiting: far more than a busy machine takes.
+WAIT = 120
 
 
 def eventually(
-    probe: Callable[[], T], until: Callable[[T], bool] = bool, seconds: float = 60, what: str = ""
+    probe: Callable[[], T], until: Callable[[T], bool] = bool, seconds: float = WAIT, what: str = ""
 ) -> T:
     """Return ``probe()`` once ``until`` holds for it; fail, showing the last value, if never."""
     end = time.monotonic() + seconds
@@ -59,13 +61,14 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=self._file,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     @property
     def pid(self) -> int:
         return self.popen.pid
 
-    def says(self, text: str, seconds: float = 60) -> None:
+    def says(self, text: str, seconds: float = WAIT) -> None:
         """Wait until ``text`` is in the log."""
 
         def look() -> str:
@@ -97,15 +100,20 @@ class Process:
             self.popen.send_signal(signal.SIGTERM)
             self._asked = True
 
-    def terminate(self, seconds: float = 30) -> int:
+    def terminate(self, seconds: float = WAIT) -> int:
         """Ask it to end; kill it if it does not."""
         self.ask_to_end()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._file.close()
+        self.clear_away()
         return int(self.popen.returncode)
+
+    def clear_away(self) -> None:
+        """SIGKILL whatever is left of it, its children included: they are one session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait()
+        self._file.close()
 
 
 class Cluster:
@@ -128,6 +136,8 @@ class Cluster:
             "broker_connection_max_retries": None,
             "worker_prefetch_multiplier": 1,
             "worker_enable_remote_control": False,
+            # How long a worker looks for the result of a child that is gone; ten by default.
+            "worker_lost_wait": 1.0,
             "shop_journal": str(self.journal_path),
             **conf,
         }
@@ -180,7 +190,7 @@ class Cluster:
     def counts(self) -> dict[str, int]:
         return self.budget.report().counts
 
-    def settle(self, seconds: float = 90) -> None:
+    def settle(self, seconds: float = WAIT) -> None:
         """Wait until nothing is open in the ledger, then check that it adds up."""
         eventually(
             lambda: self.budget.reconcile().open_work,
@@ -191,10 +201,9 @@ class Cluster:
         assert self.budget.reconcile().mismatches == ()
 
     def stop(self) -> None:
+        """Leave nothing. A test that wants an end in good order, which takes seconds, asks."""
         for process in self._processes:
-            process.ask_to_end()
-        for process in self._processes:
-            process.terminate()
+            process.clear_away()
         # A result that a test still holds would ask for its server, long gone, when it is freed.
         getattr(getattr(self.app.backend, "result_consumer", None), "subscribed_to", set()).clear()
         self.app.close()

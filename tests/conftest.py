@@ -33,12 +33,12 @@ settings.load_profile("budget")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """In how many processes to test: most tests wait; each process has servers of its own.
+    """In how many processes to test, one a processor; each has servers of its own.
 
     Where one is given by its URL, and so would be shared, in this process alone.
     """
     given = any(os.environ.get(f"BUDGET_TEST_{name}_URL") for name in SERVERS)
-    return 0 if given else (os.cpu_count() or 1) + 1
+    return 0 if given else os.cpu_count() or 1
 
 
 def _missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:

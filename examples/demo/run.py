@@ -211,6 +211,9 @@ class Services:
 @contextmanager
 def services(folder: Path) -> Iterator[Services]:
     """Start the workers and beat with the relay in it; end them in any case."""
+    # The transport notes its queues in a file, which two workers at once might find half written.
+    with indexer.app.connection_for_write() as connection:
+        indexer.app.amqp.queues[indexer.app.conf.task_default_queue](connection).declare()
     started = Services(folder)
     try:
         for number in range(1, WORKERS + 1):

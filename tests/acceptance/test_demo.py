@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster import eventually
+from tests.cluster import WAIT, eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "run.py"
 
@@ -62,7 +62,7 @@ class Demo:
 
     def run(self, *files: object) -> tuple[int, str, str]:
         process = self.start(*files)
-        said, complained = process.communicate(timeout=120)
+        said, complained = process.communicate(timeout=WAIT)
         return process.returncode, said, complained
 
     def processes(self) -> list[psutil.Process]:
@@ -145,7 +145,7 @@ def test_the_figures_are_those_of_the_files(demo: Demo, texts: Path) -> None:
 def test_it_runs_again_and_several_at_once(demo: Demo, texts: Path) -> None:
     files = sorted(texts.glob("*.py"))
     for process in [demo.start(*files) for _ in range(2)]:
-        said, complained = process.communicate(timeout=120)
+        said, complained = process.communicate(timeout=WAIT)
         assert (process.returncode, complained) == (0, ""), said
     assert demo.nothing_is_left()
 
@@ -188,10 +188,11 @@ def test_a_signal_leaves_nothing(
     read_until(process, moment)
     began = time.monotonic()
     process.send_signal(number)
-    _, complained = process.communicate(timeout=60)
+    _, complained = process.communicate(timeout=WAIT)
     assert complained == f"stopped by {number.name}\n"
     assert process.returncode == 128 + number
-    assert time.monotonic() - began < 30
+    # Ten seconds at most for its processes, and some for a machine that is busy.
+    assert time.monotonic() - began < 60
     assert demo.nothing_is_left()
 
 
@@ -204,7 +205,7 @@ def test_a_worker_that_dies_fails_the_demo(demo: Demo, many: list[Path]) -> None
         if "worker-1@demo" in " ".join(one.cmdline())
     )
     worker.kill()
-    _, complained = process.communicate(timeout=60)
+    _, complained = process.communicate(timeout=WAIT)
     assert complained.startswith("the demo failed: worker-1 ended with status -9")
     assert process.returncode == 1
-    eventually(demo.nothing_is_left, seconds=30, what="an end of all processes")
+    eventually(demo.nothing_is_left, what="an end of all processes")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from celery_budget import BudgetExceeded
-from tests.cluster import Cluster
+from tests.cluster import WAIT, Cluster
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
@@ -23,7 +23,7 @@ def test_a_request_is_reserved_published_run_and_settled(
     assert refusal.value.args == ("tenant:a", "tokens", 6, 4, 10, 6, 0, "held", 10)
     cluster.worker(pool=pool)
     cluster.beat()
-    assert result.get(timeout=30) == 5
+    assert result.get(timeout=WAIT) == 5
     cluster.settle()
     balance = cluster.budget.balance("tenant:a")
     assert (balance.reserved, balance.spent, balance.available) == (0, 5, 5)

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from celery_budget import BudgetExceeded
-from tests.cluster import Cluster, eventually
+from tests.cluster import WAIT, Cluster, eventually
 from tests.services.pgbouncer import PgBouncer
 from tests.services.postgres import plain_url
 
@@ -37,7 +37,7 @@ def go_all_the_way(cluster: Cluster) -> None:
     results.append(cluster.task("flaky").delay(2, "a"))
     with pytest.raises(BudgetExceeded):
         cluster.task("draft").delay(1000, "a")
-    assert [result.get(timeout=60) for result in results] == [*range(20), 2]
+    assert [result.get(timeout=WAIT) for result in results] == [*range(20), 2]
     cluster.settle()
     assert cluster.budget.balance("tenant:a").spent == sum(range(20)) + 3
 
@@ -60,7 +60,7 @@ def test_with_a_way_past_the_proxy_for_notifications(cluster: Cluster, postgres_
     eventually(lambda: [one.sleeping for one in cluster.budget.relays()], lambda now: now == [True])
     cluster.worker()
     result = cluster.task("draft").delay(3, "a")
-    assert result.get(timeout=60) == 3
+    assert result.get(timeout=WAIT) == 3
     assert relay.terminate() == 0
     with psycopg.connect(plain_url(postgres_url), autocommit=True) as connection:
         row = connection.execute(

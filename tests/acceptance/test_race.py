@@ -13,7 +13,7 @@ from celery_budget import BudgetExceeded, relay
 from celery_budget.integration.publisher import KombuPublisher
 from celery_budget.integration.results import BackendResults
 from tests.apps.shop import make_app
-from tests.cluster import Cluster
+from tests.cluster import WAIT, Cluster
 
 ROUNDS = 50
 
@@ -32,7 +32,7 @@ def _at_once(caller: Callable[..., None], conf: dict[str, Any]) -> Iterator[list
     for _ in range(ROUNDS):
         yield [receiver.recv() for receiver, _ in pipes]
     for process in callers:
-        process.join(30)
+        process.join(WAIT)
         assert process.exitcode == 0
 
 
@@ -41,7 +41,7 @@ def _call_each_round(conf: dict[str, Any], barrier: Any, results: Connection) ->
     app = make_app(conf)
     for number in range(ROUNDS):
         tenant = f"r{number}"
-        barrier.wait(60)
+        barrier.wait(WAIT)
         try:
             results.send(app.tasks["shop.draft"].delay(6, tenant, used=5).id)
         except BudgetExceeded as refusal:
@@ -87,7 +87,7 @@ def test_two_requests_of_six_on_ten(
     cluster.worker()
     cluster.beat()
     for task_id in admitted:
-        assert cluster.app.AsyncResult(task_id).get(timeout=60) == 5
+        assert cluster.app.AsyncResult(task_id).get(timeout=WAIT) == 5
     cluster.settle()
     assert cluster.journal() == ["draft 6"] * ROUNDS
     for tenant in tenants:
@@ -98,7 +98,7 @@ def test_two_requests_of_six_on_ten(
 def _same_request_each_round(conf: dict[str, Any], barrier: Any, results: Connection) -> None:
     app = make_app(conf)
     for number in range(ROUNDS):
-        barrier.wait(60)
+        barrier.wait(WAIT)
         call = {"args": (6, "a"), "kwargs": {"used": 0}, "request_id": f"request {number}"}
         results.send(app.tasks["shop.draft"].apply_async(**call).id)
     results.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import eventually
+from tests.cluster import WAIT, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "readme"
@@ -68,7 +68,7 @@ class Shop:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=WAIT,
         )
 
     def start(self, *arguments: str) -> Path:
@@ -144,11 +144,10 @@ def test_the_readme_from_the_schema_to_the_report(shop: Shop) -> None:
     logs = [shop.start("worker", "-c", "1"), shop.start("beat", "-S", "budget")]
     stored = eventually(
         lambda: shop.result(task_id),
-        seconds=60,
         what="the result; " + "; ".join(str(log) for log in logs),
     )
     assert (stored["status"], stored["result"]) == ("SUCCESS", PROMPT.upper())
-    eventually(reported(shop), lambda left: not any(left.values()), 60, "a closed ledger")
+    eventually(reported(shop), lambda left: not any(left.values()), what="a closed ledger")
 
     used = 2 * len(PROMPT.split())
     report = shop.report()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -350,22 +349,16 @@ def test_the_number_of_statements_does_not_depend_on_that_of_requests(
     assert counted[2] == counted[500] <= 12, counted
 
 
-def test_a_thousand_requests_take_neither_long_nor_much(ledger: Ledger) -> None:
+def test_a_thousand_requests_take_little_memory(ledger: Ledger) -> None:
     ledger.set("org", None)
     for one in range(40):
         ledger.set(f"c{one}", 1000, parent="org")
     requests = [ledger.request(7, budget=f"c{one % 40}") for one in range(1000)]
     tracemalloc.start()
-    began = time.monotonic()
     outcomes = admit(ledger, *requests)
-    took = time.monotonic() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert outcomes == reserved(*requests)
     assert ledger.balance("org") == (7000, 0)
-    # Ten times what it takes where nothing else runs, and tracing costs.
-    assert took < 30
     assert peak < 100_000_000
-    began = time.monotonic()
     assert admit(ledger, *requests) == outcomes
-    assert time.monotonic() - began < 15

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_budget.store.schema import attempts
-from tests.cluster import Cluster, Process, eventually
+from tests.cluster import WAIT, Cluster, eventually
 from tests.services.postgres import PostgresServer
 from tests.services.rabbitmq import RabbitServer
 from tests.services.redis import RedisServer
@@ -38,7 +38,7 @@ class Jobs:
     def check(self) -> None:
         """Check that every job ended once, as its own success, and that the ledger adds up."""
         cluster = self.cluster
-        assert [result.get(timeout=90) for result in self.results] == list(range(JOBS))
+        assert [result.get(timeout=WAIT) for result in self.results] == list(range(JOBS))
         cluster.settle()
         counts = cluster.counts()
         assert (counts["admitted"], counts["settled"]) == (JOBS, JOBS)
@@ -59,8 +59,8 @@ def _some(ended: int) -> bool:
 
 
 def _reconcile(cluster: Cluster) -> int:
-    process = Process(cluster, "reconcile", "budget", "reconcile")
-    return process.popen.wait(60)
+    process = cluster.start("reconcile", "budget", "reconcile")
+    return process.popen.wait(WAIT)
 
 
 def _conf(broker: str, results: str, ledger: str, **more: Any) -> dict[str, Any]:
@@ -68,6 +68,7 @@ def _conf(broker: str, results: str, ledger: str, **more: Any) -> dict[str, Any]
         "broker_url": broker,
         "result_backend": results,
         "budget_database_url": ledger,
+        "budget_republish_seconds": 2,
         **more,
     }
 
@@ -81,7 +82,7 @@ def test_relay_between_publish_and_mark(
     jobs = Jobs(cluster)
     cluster.worker()
     dying = cluster.start("relay", "budget", "relay")
-    assert dying.popen.wait(60) != 0
+    assert dying.popen.wait(WAIT) != 0
     # Its first message is with the broker and not marked; another relay publishes it again.
     cluster.beat()
     jobs.check()
@@ -117,7 +118,7 @@ def test_main_process_of_the_worker(
     ledger = request.getfixturevalue(store)
     found = request.getfixturevalue(broker)
     conf = found if broker == "embedded" else _conf(found, redis_url, ledger)
-    cluster = make_cluster(**{**conf, "budget_database_url": ledger})
+    cluster = make_cluster(**{**conf, "budget_database_url": ledger, "budget_republish_seconds": 2})
     jobs = Jobs(cluster)
     cluster.beat()
     worker = cluster.worker()

@@ -12,13 +12,14 @@ from celery_budget.core.identity import new_id
 from celery_budget.integration.service import RelayService
 from celery_budget.store import claims
 from celery_budget.store.schema import outbox as table
-from tests.cluster import Cluster, Process, eventually
+from tests.cluster import WAIT, Cluster, Process, eventually
 from tests.services.base import LOOPBACK
 
 pytestmark = pytest.mark.fault
 
-#: Within which a relay has to be gone, whatever holds it up.
-SECONDS = 2.0
+#: Within which a relay has to be gone, whatever holds it up: less than the ten seconds which the
+#: broker has for an answer, and more than the two that it takes where nothing else runs.
+SECONDS = 8.0
 JOBS = 3
 
 
@@ -60,7 +61,7 @@ def ends(process: Process) -> float:
     """Ask a process to end; how long it took."""
     begin = time.monotonic()
     process.ask_to_end()
-    process.popen.wait(60)
+    process.popen.wait(WAIT)
     return time.monotonic() - begin
 
 
@@ -70,8 +71,9 @@ def admitted(cluster: Cluster) -> int:
 
 def handed_back(cluster: Cluster, stops: int = 1) -> None:
     """Check that the batch is free again, but for one that each stop may have left on its way."""
+    # What hangs goes on beside, and so does who signs off in its place.
+    eventually(lambda: cluster.budget.relays() == ())
     assert free(cluster) >= JOBS - stops
-    assert cluster.budget.relays() == ()
 
 
 def test_the_relay_hands_its_batch_back_and_is_gone_in_time(stuck: Cluster) -> None:
@@ -112,7 +114,7 @@ def test_beat_goes_on_admitting_its_entries(stuck: Cluster) -> None:
     begin = time.monotonic()
     eventually(lambda: admitted(stuck), lambda count: count >= before + 20)
     # Seven a second; a broker that is waited for but once takes longer.
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 50
     assert "Traceback" not in beat.text()
     assert ends(beat) < SECONDS, beat.text()
     assert beat.popen.returncode == 0

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from tests.cluster import Cluster, eventually
-
-#: Seconds after which a test gives up waiting.
-WAIT = 30
+from tests.cluster import WAIT, Cluster, eventually
 
 
 class Tenant:

@@ -456,7 +456,7 @@ def test_a_broker_without_memory_gets_nothing_until_it_has_some(
         assert shop.relay().published == 1
         assert len(shop.received()) == 1
     try:
-        own_rabbitmq.control("set_vm_memory_high_watermark", "absolute", "1")
+        own_rabbitmq.limit_memory("{absolute, 1}")
         wanted = [draft.delay().id for _ in range(3)]
         for _ in range(3):
             relayed = shop.relay()
@@ -466,7 +466,7 @@ def test_a_broker_without_memory_gets_nothing_until_it_has_some(
         rows = [row for row in shop.rows(schema.outbox) if row.state == "due"]
         assert [(row.failures, row.taken_by) for row in rows] == [(0, None)] * 3
     finally:
-        own_rabbitmq.control("set_vm_memory_high_watermark", "0.8")
+        own_rabbitmq.limit_memory("0.8")
     one, published = a_relay(shop), 0
     while published < 3:
         published += one.run_once(NEVER).published
@@ -600,7 +600,7 @@ def test_a_broker_that_withholds_the_default_exchange_is_no_failure(
     """The message that nobody gets, by which the connection is tried, may be forbidden."""
     url = own_rabbitmq.create_vhost()
     vhost = url.rsplit("/", 1)[1]
-    own_rabbitmq.control("set_permissions", "-p", vhost, "guest", ".*", "^mine$", ".*")
+    own_rabbitmq.permit(vhost, write="^mine$")
     mine = Queue("mine", Exchange("mine", type="direct"), routing_key="mine")
     shop = make_shop(broker_url=url)
     shop.app.amqp.queues.add(mine)

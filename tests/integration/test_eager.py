@@ -30,7 +30,7 @@ from celery_budget.errors import NotInstalled, RequestNotRun
 from celery_budget.integration import eager
 from celery_budget.integration.context import current_attempt
 from celery_budget.store import schema
-from tests.cluster import ROOT, eventually
+from tests.cluster import ROOT, WAIT, eventually
 from tests.integration.support import Shop, make_app
 
 TENANT = "tenant:{tenant}"
@@ -471,7 +471,7 @@ def test_a_repeat_gives_the_value_where_results_are_stored(always: Works) -> Non
     always.shop.app.conf.task_store_eager_result = True
     work = always.work
     for _ in range(2):
-        assert work.apply_async((7,), request_id="r").get(timeout=10) == 7
+        assert work.apply_async((7,), request_id="r").get(timeout=WAIT) == 7
     assert always.ran == [7]
     always.spent(5)
 
@@ -491,25 +491,25 @@ def test_of_two_at_once_with_one_request_id_one_runs(works: Works) -> None:
     def slow(tenant: str = "a") -> str:
         works.ran.append(threading.get_ident())
         started.set()
-        assert go_on.wait(30)
+        assert go_on.wait(WAIT)
         return "done"
 
     task = works.task(slow)
 
     def run() -> None:
-        barrier.wait(30)
+        barrier.wait(WAIT)
         results.append(task.apply(request_id="r"))
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert started.wait(30)
+    assert started.wait(WAIT)
     # The other one is back before the first one has ended.
-    eventually(lambda: len(results), lambda count: count == 1, 30)
+    eventually(lambda: len(results), lambda count: count == 1)
     assert results[0].state == states.STARTED
     go_on.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT)
     assert [result.state for result in results] == [states.STARTED, states.SUCCESS]
     assert len(works.ran) == 1
     works.spent(6)
@@ -707,7 +707,7 @@ def test_tasks_without_a_budget_are_left_alone(make_shop: Callable[..., Shop]) -
 
 
 def test_a_run_longer_than_its_lease_keeps_it(make_shop: Callable[..., Shop]) -> None:
-    works = Works(make_shop(budget_lease_seconds=1))
+    works = Works(make_shop(budget_lease_seconds=2))
     went_on = threading.Event()
 
     def lease() -> int:
@@ -719,8 +719,8 @@ def test_a_run_longer_than_its_lease_keeps_it(make_shop: Callable[..., Shop]) ->
     def slow(tenant: str = "a") -> str:
         first = lease()
         # Two renewals on, and the sweep has found nothing to bring to an end.
-        second = eventually(lease, lambda until: until > first, 30)
-        eventually(lease, lambda until: until > second, 30)
+        second = eventually(lease, lambda until: until > first)
+        eventually(lease, lambda until: until > second)
         works.shop.sweep()
         went_on.set()
         return "done"
@@ -729,7 +729,7 @@ def test_a_run_longer_than_its_lease_keeps_it(make_shop: Callable[..., Shop]) ->
     assert went_on.is_set()
     works.spent(6)
     # The thread that renews is gone when nothing runs, and comes back for the next run.
-    eventually(_renewing, lambda names: names == [], 30)
+    eventually(_renewing, lambda names: names == [])
     works.task(slow).apply()
     works.spent(12)
 
@@ -739,7 +739,7 @@ def _renewing() -> list[str]:
 
 
 def test_a_forked_child_renews_nothing_of_its_parents(make_shop: Callable[..., Shop]) -> None:
-    works = Works(make_shop(budget_lease_seconds=1))
+    works = Works(make_shop(budget_lease_seconds=2))
     work = works.work
 
     def forks(tenant: str = "a") -> int:
@@ -783,7 +783,7 @@ def test_a_process_that_dies_leaves_a_lost_attempt(
     works = Works(on_both)
     url = on_both.app.conf.budget_database_url
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, url, str(used), str(retries)], cwd=ROOT, timeout=60
+        [sys.executable, "-c", KILLED, url, str(used), str(retries)], cwd=ROOT, timeout=WAIT
     )
     assert ended.returncode == -signal.SIGKILL
     assert on_both.rows(schema.outbox) == []
@@ -792,7 +792,7 @@ def test_a_process_that_dies_leaves_a_lost_attempt(
         on_both.sweep()
         return str(on_both.budget.explain("killed")[0].reservation["state"])
 
-    eventually(swept, lambda state: state == "lost", 30)
+    eventually(swept, lambda state: state == "lost")
     works.spent(spent)
     assert on_both.relay().published == 0
     on_both.sweep()

@@ -21,9 +21,9 @@ from celery_budget import (
 )
 from celery_budget.integration.worker import _is_gated
 from celery_budget.store import schema
-from tests.cluster import Cluster, eventually
+from tests.cluster import WAIT, Cluster, eventually
 from tests.integration.support import Shop, reservation_of
-from tests.integration.tenant import WAIT, Tenant
+from tests.integration.tenant import Tenant
 from tests.integration.test_settlement import flags, make_due
 
 
@@ -306,7 +306,7 @@ class TestRun:
 
     def test_a_hard_time_limit_charges_the_sum(self, tenant: Tenant) -> None:
         items = [(tenant.name, 60), (tenant.name, 60)]
-        result = tenant.task("slow").starmap(items).apply_async(time_limit=1)
+        result = tenant.task("slow").starmap(items).apply_async(time_limit=3)
         with pytest.raises(TimeLimitExceeded):
             result.get(timeout=WAIT)
         tenant.spent(12)
@@ -338,11 +338,11 @@ def test_a_child_that_dies(
     child.kill()
     if late:
         cluster.release("two")
-        assert result.get(timeout=90) == ["one", "two"]
+        assert result.get(timeout=WAIT) == ["one", "two"]
         assert cluster.journal().count("start one") == 2
     else:
         with pytest.raises(Exception, match="exited prematurely"):
-            result.get(timeout=90)
+            result.get(timeout=WAIT)
     cluster.settle()
     row = cluster.budget.explain(result.id)[0].reservation
     assert row["state"] == ("settled" if late else "lost")
@@ -352,7 +352,7 @@ def test_a_child_that_dies(
 def test_a_lease_lives_as_long_as_the_items_run(
     make_cluster: Callable[..., Cluster], embedded: dict[str, Any]
 ) -> None:
-    cluster = make_cluster(**embedded, budget_lease_seconds=1)
+    cluster = make_cluster(**embedded)
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     result = cluster.task("held").starmap([("one", "a")]).delay()
     cluster.worker(concurrency=1)
@@ -366,6 +366,6 @@ def test_a_lease_lives_as_long_as_the_items_run(
     second = eventually(lease, lambda until: until > first, what="a renewal")
     eventually(lease, lambda until: until > second, what="another one")
     cluster.release("one")
-    assert result.get(timeout=90) == ["one"]
+    assert result.get(timeout=WAIT) == ["one"]
     cluster.settle()
     assert cluster.journal().count("start one") == 1

@@ -142,7 +142,7 @@ def test_a_value_that_cannot_be_stored_is_a_failure(tenant: Tenant) -> None:
 
 
 def test_a_soft_time_limit_is_a_failure(tenant: Tenant) -> None:
-    result = tenant.task("slow").apply_async((tenant.name, 60), soft_time_limit=1)
+    result = tenant.task("slow").apply_async((tenant.name, 60), soft_time_limit=3)
     with pytest.raises(SoftTimeLimitExceeded):
         result.get(timeout=WAIT)
     tenant.spent(2)
@@ -150,7 +150,7 @@ def test_a_soft_time_limit_is_a_failure(tenant: Tenant) -> None:
 
 
 def test_a_hard_time_limit_charges_the_estimate(tenant: Tenant) -> None:
-    result = tenant.task("slow").apply_async((tenant.name, 60), time_limit=1)
+    result = tenant.task("slow").apply_async((tenant.name, 60), time_limit=3)
     with pytest.raises(TimeLimitExceeded):
         result.get(timeout=WAIT)
     tenant.spent(6)

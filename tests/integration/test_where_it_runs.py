@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from redbeat import RedBeatSchedulerEntry
 
-from tests.cluster import ROOT, Cluster, Process, eventually
+from tests.cluster import ROOT, WAIT, Cluster, Process, eventually
 from tests.services.redis import RedisServer
 
 MakeCluster = Callable[..., Cluster]
@@ -136,7 +136,7 @@ def test_a_worker_with_a_relay_needs_nothing_beside_it(make: MakeCluster, pool: 
     worker.says("budget relay started")
     results = [cluster.task("draft").delay(number, "a") for number in range(6)]
     results.append(cluster.task("flaky").delay(2, "a"))
-    assert [result.get(timeout=60) for result in results] == [0, 1, 2, 3, 4, 5, 2]
+    assert [result.get(timeout=WAIT) for result in results] == [0, 1, 2, 3, 4, 5, 2]
     [relay] = cluster.budget.relays()
     assert relay.pid == worker.pid
     assert worker.terminate() == 0
@@ -158,7 +158,7 @@ def test_a_worker_relays_only_where_it_is_asked_to(make: MakeCluster) -> None:
 
 def helped(cluster: Cluster) -> str:
     process = cluster.start("help", "worker", "--help")
-    assert process.popen.wait(60) == 0
+    assert process.popen.wait(WAIT) == 0
     return process.text()
 
 
@@ -183,6 +183,8 @@ def test_two_relays_and_two_beats_at_once(make: MakeCluster) -> None:
     for number in range(calls):
         cluster.task("draft").delay(number % 3, "a")
     counts = eventually(cluster.counts, lambda now: now["admitted"] >= calls + 20)
+    for process in (*beats, *relays):
+        process.ask_to_end()
     for process in (*beats, *relays):
         assert process.terminate() == 0, process.text()
     sent = sum(beat.text().count("Sending due task") for beat in beats)

@@ -192,12 +192,16 @@ class Service(ABC):
         *,
         user: pwd.struct_passwd | None = None,
         env: dict[str, str] | None = None,
+        told: str = "",
         timeout_seconds: float = 120.0,
     ) -> str:
-        """Run a command in the folder and return its output; StartFailed where it fails."""
+        """Run a command in the folder and return its output; StartFailed where it fails.
+
+        It is given `told` to read.
+        """
         done: subprocess.CompletedProcess[str] = subprocess.run(
             [os.fspath(part) for part in command],
-            stdin=subprocess.DEVNULL,
+            input=told,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=self.folder,

@@ -29,6 +29,7 @@ from tests.services.base import (
     NotOwned,
     Service,
     ServiceUnavailable,
+    StartFailed,
     end_hard,
     free_port,
     give_to,
@@ -38,7 +39,6 @@ from tests.services.debian import find_or_install
 
 HOW_TO_GET = "install the system package rabbitmq-server, or set BUDGET_TEST_RABBITMQ_URL"
 PROGRAMS = Path("/usr/lib/rabbitmq/bin")
-VHOST_BATCH = 8
 CONFIGURATION = """\
 listeners.tcp.1 = {host}:{port}
 disk_free_limit.absolute = 50MB
@@ -58,16 +58,13 @@ def find_program(name: str) -> Path | None:
     return Path(on_path) if on_path else None
 
 
-def find_epmd() -> Path:
-    """Erlang's port mapper; raises ServiceUnavailable."""
-    on_path = shutil.which("epmd")
+def find_in_erlang(name: str) -> Path | None:
+    """A program that comes with Erlang."""
+    on_path = shutil.which(name)
     if on_path:
         return Path(on_path)
-    for program in sorted(Path("/usr/lib/erlang").glob("erts-*/bin/epmd"), reverse=True):
-        return program
-    raise ServiceUnavailable(
-        f"Erlang's epmd is neither on PATH nor in /usr/lib/erlang; {HOW_TO_GET}"
-    )
+    found = sorted(Path("/usr/lib/erlang").glob(f"erts-*/bin/{name}"))
+    return found[-1] if found else None
 
 
 class _Broker:
@@ -119,7 +116,6 @@ class RabbitServer(_Broker, Service):
         self._dist_port = 0
         self._programs: dict[str, Path] = {}
         self._user: pwd.struct_passwd | None = None
-        self._vhosts: list[str] = []
 
     @property
     def url(self) -> str:  # type: ignore[override]  # read-only here
@@ -131,37 +127,50 @@ class RabbitServer(_Broker, Service):
         return f"amqp://guest:guest@{LOOPBACK}:{self.port}/{quote(vhost, safe='')}"
 
     def create_vhost(self) -> str:
-        """An empty virtual host of its own; its URL.
+        """An empty virtual host of its own; its URL."""
+        name = f"budget-{uuid4().hex[:12]}"
+        self.evaluate(f'ok = rabbit_vhost:add(<<"{name}">>, <<"tests">>).')
+        self.permit(name)
+        return self.vhost_url(name)
 
-        They are made several at a time: one call of RabbitMQ's command line takes a second.
-        """
-        if not self._vhosts:
-            names = [f"budget-{uuid4().hex[:12]}" for _ in range(VHOST_BATCH)]
-            listed = ", ".join(f'<<"{name}">>' for name in names)
-            self.evaluate(
-                f'Make = fun(V) -> ok = rabbit_vhost:add(V, <<"tests">>), '
-                f'ok = rabbit_auth_backend_internal:set_permissions(<<"guest">>, V, '
-                f'<<".*">>, <<".*">>, <<".*">>, <<"tests">>) end, '
-                f"lists:foreach(Make, [{listed}])."
-            )
-            self._vhosts = names
-        return self.vhost_url(self._vhosts.pop())
+    def permit(
+        self, vhost: str, configure: str = ".*", write: str = ".*", read: str = ".*"
+    ) -> None:
+        """Let the user have what is named so in a virtual host, and nothing else."""
+        named = ", ".join(f'<<"{pattern}">>' for pattern in (configure, write, read))
+        self.evaluate(
+            "ok = rabbit_auth_backend_internal:set_permissions("
+            f'<<"guest">>, <<"{vhost}">>, {named}, <<"tests">>).'
+        )
+
+    def limit_memory(self, limit: str) -> None:
+        """Say how much memory the node may have: `0.8` of it all, or `{absolute, 1}` byte."""
+        self.evaluate(f"ok = vm_memory_monitor:set_vm_memory_high_watermark({limit}).")
 
     def close_connections(self, reason: str = "closed by the tests") -> None:
         """Cut every client's connection from the server's side."""
-        self.control("close_all_connections", "--global", reason)
-
-    def control(self, *arguments: str) -> str:
-        """Run rabbitmqctl against this node and return what it printed."""
-        return self._run_to_end(
-            [self._programs["rabbitmqctl"], "--quiet", *arguments],
-            user=self._user,
-            env=self._environment(),
+        # What handles a connection may be gone before it has answered.
+        self.evaluate(
+            f'[catch rabbit_networking:close_connection(Pid, <<"{reason}">>) '
+            "|| Pid <- rabbit_networking:connections()]."
         )
 
-    def evaluate(self, expression: str) -> str:
-        """Evaluate an Erlang expression in the node."""
-        return self.control("eval", expression)
+    def evaluate(self, expression: str) -> None:
+        """Evaluate an Erlang expression in the node; StartFailed where that fails.
+
+        By a small program of Erlang's where it has it: RabbitMQ's command line starts a node of its
+        own, which takes a second, and half a minute on a machine that is busy.
+        """
+        erl_call = find_in_erlang("erl_call")
+        if erl_call is None:
+            self._run("", self._programs["rabbitmqctl"], "--quiet", "eval", expression)
+            return
+        said = self._run(expression + "\n", erl_call, "-n", self.node, "-e")
+        if not said.startswith("{ok, "):
+            raise StartFailed(f"{expression}\n{said}")
+
+    def _run(self, told: str, *command: str | Path) -> str:
+        return self._run_to_end(command, user=self._user, env=self._environment(), told=told)
 
     def _prepare(self) -> None:
         self._find_programs()
@@ -171,7 +180,6 @@ class RabbitServer(_Broker, Service):
         plugins = self.folder / "enabled_plugins"
         plugins.write_text("[].\n")
         give_to(self._user, self.folder, plugins, self.folder / "data", self.folder / "log")
-        self._vhosts = []
 
     def _find_programs(self) -> None:
         names = ("rabbitmq-server", "rabbitmqctl")
@@ -225,8 +233,13 @@ class RabbitServer(_Broker, Service):
     def _start_epmd(self) -> None:
         """Start our own port mapper, so that Erlang leaves no shared one behind."""
         self.epmd_port = self.epmd_port or free_port()
+        epmd = find_in_erlang("epmd")
+        if epmd is None:
+            raise ServiceUnavailable(
+                f"Erlang's epmd is neither on PATH nor in /usr/lib/erlang; {HOW_TO_GET}"
+            )
         command: list[str | Path] = [
-            find_epmd(),
+            epmd,
             "-port",
             str(self.epmd_port),
             "-address",
