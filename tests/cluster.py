@@ -22,6 +22,7 @@ import psutil
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.install import CeleryBudget
 from tests.apps import shop
+from tests.services.guardian import guardian
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,7 @@ class Process:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        guardian.watch_process(self.pid, signal.SIGTERM)
 
     @property
     def pid(self) -> int:
@@ -86,13 +88,14 @@ class Process:
         return psutil.Process(self.pid).children()
 
     def kill(self) -> None:
-        """SIGKILL the main process; its children follow, as they would with a machine."""
-        children = psutil.Process(self.pid).children(recursive=True)
-        self.popen.kill()
+        """SIGKILL it with its children, as the end of their machine would, where any is left."""
+        if self._file.closed:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait()
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        guardian.forget_process(self.pid)
+        self._file.close()
 
     def ask_to_end(self) -> None:
         """Send SIGTERM, once: a second one means something else to a worker."""
@@ -105,15 +108,8 @@ class Process:
         self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(seconds)
-        self.clear_away()
+        self.kill()
         return int(self.popen.returncode)
-
-    def clear_away(self) -> None:
-        """SIGKILL whatever is left of it, its children included: they are one session."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.popen.wait()
-        self._file.close()
 
 
 class Cluster:
@@ -203,7 +199,7 @@ class Cluster:
     def stop(self) -> None:
         """Leave nothing. A test that wants an end in good order, which takes seconds, asks."""
         for process in self._processes:
-            process.clear_away()
+            process.kill()
         # A result that a test still holds would ask for its server, long gone, when it is freed.
         getattr(getattr(self.app.backend, "result_consumer", None), "subscribed_to", set()).clear()
         self.app.close()
