@@ -127,7 +127,8 @@ class Publication:
     :ivar canvas: the canvas with a request id that it is part of. What of that has no budget goes
         out with the first of it that is admitted, and never again.
     :ivar prepare: of what is no message: what is to be done before those of its unit go out, and
-        goes with those without a budget. Called with no budget locked; again it does nothing.
+        goes with those without a budget. Called with no budget locked, but where it fits only
+        after a look; again it does nothing.
     :ivar message_id: of a message without a request: by it the same call finds it written.
     """
 
@@ -174,38 +175,35 @@ def _admit_many(
         connection, settings.root, [one.message for one in publications if one.message]
     )
     again = _gone_before(connection, settings.root, publications)
+    prepared: set[uuid.UUID] = set()
     if any(one.prepare is not None and one.message_id not in again for one in publications):
-        _prepare(connection, settings, publications, again, partial)
+        with canvases.undone(connection):
+            looked = _admit_requests(connection, settings, publications, partial)
+        prepared = _prepare(_written(publications, looked, again, partial), prepared)
     outcomes = _admit_requests(connection, settings, publications, partial)
+    written = _written(publications, outcomes, again, partial)
+    # What did not fit when it was looked at may fit by now; then its budgets are locked meanwhile.
+    _prepare(written, prepared)
     outbox.enqueue_plain(
         connection,
         settings.root,
-        [
-            (one.message_id, one.message, one.parent)
-            for one in _written(publications, outcomes, again, partial)
-            if one.message is not None
-        ],
+        [(one.message_id, one.message, one.parent) for one in written if one.message is not None],
     )
     return outcomes
 
 
-def _prepare(
-    connection: Connection,
-    settings: Settings,
-    publications: Sequence[Publication],
-    again: set[uuid.UUID],
-    partial: bool,
-) -> None:
-    """Do what is to be done before publications go out, of those that would.
+def _prepare(written: Sequence[Publication], prepared: set[uuid.UUID]) -> set[uuid.UUID]:
+    """Do what is to be done before publications go out, but what is ``prepared``; what it was.
 
-    They are admitted for a look, and that is undone: what is refused leaves nothing behind, and no
-    budget is locked for as long as a result backend takes.
+    Called first for what a look says, that was undone: what is refused leaves nothing behind unless
+    its budget went in between, and no budget is locked for as long as a result backend takes.
     """
-    with canvases.undone(connection):
-        outcomes = _admit_requests(connection, settings, publications, partial)
-    for one in _written(publications, outcomes, again, partial):
-        if one.prepare is not None:
+    done = set()
+    for one in written:
+        if one.prepare is not None and one.message_id not in prepared:
             one.prepare()
+            done.add(one.message_id)
+    return done
 
 
 def _admit_requests(

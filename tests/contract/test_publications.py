@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from celery_budget.core.reservations import (
     ReserveRequest,
     Skipped,
 )
-from celery_budget.store import schema
+from celery_budget.store import declaring, schema
 from tests.contract.support import Ledger, message_of
 
 
@@ -206,6 +207,37 @@ def test_what_is_to_be_prepared_goes_with_what_has_no_budget(funded: Ledger) -> 
     funded.set("b", 1000)
     publish()
     assert prepared == ["little", "by itself", "much", "by itself"]
+
+
+def test_what_fits_only_after_the_look_is_prepared_as_well(funded: Ledger) -> None:
+    """Or a chord would go out of which its result backend knows nothing."""
+    little, much = funded.request(5), funded.request(500)
+    prepared: list[str] = []
+
+    def tell_of_little() -> None:
+        prepared.append("little")
+        declaring.set_budget(running[0], funded.root, "b", {"limit": 1000})
+
+    publications = [of(little), of(much, 2)]
+    publications += [
+        Publication(None, None, 1, prepare=tell_of_little),
+        Publication(None, None, 2, prepare=partial(prepared.append, "much")),
+    ]
+    running: list[Any] = []
+
+    class Seen:
+        """Lends its connection to what is prepared: on SQLite no other could write meanwhile."""
+
+        def run(self, function: Any, *args: Any) -> Any:
+            def call(connection: Any) -> Any:
+                running[:] = [connection]
+                return function(connection, *args)
+
+            return funded.store.run(call)
+
+    outcomes = admission.admit_many(Seen(), funded.settings, publications, partial=True)
+    assert outcomes[:2] == [Reserved(little.reservation_id), Reserved(much.reservation_id)]
+    assert prepared == ["little", "much"]
 
 
 def test_the_same_call_again_writes_nothing_twice(funded: Ledger) -> None:
