@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.store import advisory
 from celery_budget.store.batch import MOST_KEYS
 from celery_budget.store.schema import parked, reservations
 
@@ -16,21 +17,13 @@ __all__ = ["known", "lock", "undone"]
 SAVEPOINT = "budget_undone"
 
 
-def lock(connection: Connection, root: str, canvases: Iterable[str]) -> None:
+def lock(connection: Connection, root: str, canvases: Collection[str]) -> None:
     """Until commit, keep others from getting here with any of the same canvases.
 
     Behind the locks of order keys and before all others, in one order. On SQLite there is one
     writer, and who has read what was changed since cannot be it.
     """
-    if connection.dialect.name == "postgresql":
-        connection.execute(
-            sa.text(
-                "SELECT pg_advisory_xact_lock(h) FROM (SELECT DISTINCT"
-                " hashtextextended(:root || chr(2) || k, 0) AS h"
-                " FROM unnest(CAST(:names AS text[])) AS k ORDER BY h) AS hashes"
-            ),
-            {"root": root, "names": sorted(canvases)},
-        )
+    advisory.lock(connection, root, advisory.CANVASES, canvases)
 
 
 def known(connection: Connection, root: str, task_ids: Sequence[str]) -> set[str]:

@@ -14,6 +14,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import ReserveRequest
+from celery_budget.store import advisory
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     IS_KEPT,
@@ -134,16 +135,8 @@ def lock_orders(connection: Connection, root: str, messages: Iterable[WireMessag
     So that who writes first is seen first. On SQLite there is one writer anyway. Before any other
     lock, and in one order.
     """
-    keys = sorted({message.order_key for message in messages if message.order_key is not None})
-    if keys and connection.dialect.name == "postgresql":
-        connection.execute(
-            sa.text(
-                "SELECT pg_advisory_xact_lock(h) FROM (SELECT DISTINCT"
-                " hashtextextended(:root || chr(1) || k, 0) AS h"
-                " FROM unnest(CAST(:keys AS text[])) AS k ORDER BY h) AS hashes"
-            ),
-            {"root": root, "keys": keys},
-        )
+    keys = {message.order_key for message in messages if message.order_key is not None}
+    advisory.lock(connection, root, advisory.ORDER_KEYS, keys)
 
 
 def wake(connection: Connection, root: str) -> None:

@@ -1,0 +1,27 @@
+"""Locks of names that are in no row yet, on PostgreSQL; SQLite has one writer anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+__all__ = ["CANVASES", "ORDER_KEYS", "lock"]
+
+#: What is named: a character between root and name, so that no two kinds share a lock. That of
+#: order keys stands in the stored function that admits as well.
+ORDER_KEYS, CANVASES = 1, 2
+
+
+def lock(connection: Connection, root: str, kind: int, names: Collection[str]) -> None:
+    """Until commit, keep others from locking any of the same names of a kind; in one order."""
+    if names and connection.dialect.name == "postgresql":
+        connection.execute(
+            sa.text(
+                "SELECT pg_advisory_xact_lock(h) FROM (SELECT DISTINCT"
+                " hashtextextended(:root || chr(:kind) || k, 0) AS h"
+                " FROM unnest(CAST(:names AS text[])) AS k ORDER BY h) AS hashes"
+            ),
+            {"root": root, "kind": kind, "names": sorted(names)},
+        )
