@@ -22,6 +22,7 @@ from celery_budget.core.reservations import (
     ReserveRequest,
     Tried,
 )
+from celery_budget.core.retries import Retries
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, schema, untold, windows
@@ -135,7 +136,9 @@ class Ledger:
         assert self.admit(request, **message) == Reserved(request.reservation_id)
         return request
 
-    def deliver(self, request: ReserveRequest, **changes: Any) -> Any:
+    def deliver(
+        self, request: ReserveRequest, limits: Retries | None = None, **changes: Any
+    ) -> Any:
         """What a worker hears that gets the message of ``request``."""
         delivery = Delivery(
             self.root,
@@ -147,7 +150,8 @@ class Ledger:
             BOOT,
             late_ack=True,
         )
-        return settlement.claim(self.store, self.settings, replace(delivery, **changes), new_id())
+        delivery = replace(delivery, **changes)
+        return settlement.claim(self.store, self.settings, delivery, new_id(), retries=limits)
 
     def run(self, request: ReserveRequest, **changes: Any) -> Attempt:
         """Claim the attempt of ``request``; it must be free."""

@@ -244,7 +244,7 @@ def test_each_goes_by_all_budgets_above_it(ledger: Ledger) -> None:
 def test_each_has_its_lines_units_and_charges(ledger: Ledger) -> None:
     ledger.set("b", 100)
     ledger.set("cost", 1000, unit="usd")
-    ledger.set("rate", 2, unit="requests", period="minute")
+    ledger.set("rate", 2, unit="requests", period="month")
     lines = (Line("b", 10), Line("cost", 300), Line("rate", 1, START))
     requests = [ledger.request(lines=lines) for _ in range(3)]
     outcomes = admit(ledger, *requests, best_effort=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_budget import reconcile, settlement
+from celery_budget import reconcile
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Closed, Outcome, Reserved, ReserveRequest, Running
@@ -25,23 +25,7 @@ ONCE, TWICE = Retries(max_attempts=1), Retries(max_attempts=2)
 
 
 def deliver(ledger: Ledger, request: ReserveRequest, retries: Retries, **changes: Any) -> Any:
-    delivery = Delivery(
-        ledger.root,
-        request.reservation_id,
-        request.task_id,
-        request.nesting,
-        request.retries,
-        "worker@host",
-        BOOT,
-        late_ack=True,
-    )
-    return settlement.claim(
-        ledger.store,
-        ledger.settings,
-        replace(delivery, **changes),
-        new_id(),
-        retries=retries,
-    )
+    return ledger.deliver(request, limits=retries, **changes)
 
 
 def lost(ledger: Ledger, request: ReserveRequest) -> None:
