@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
 from celery_budget.core.prices import cost
@@ -70,6 +71,7 @@ __all__ = [
     "InvalidPeriod",
     "InvalidReply",
     "KeyConflict",
+    "LostAttempt",
     "MissingExtra",
     "NotInstalled",
     "NotQuarantined",

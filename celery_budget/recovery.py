@@ -54,6 +54,7 @@ class Recovered:
 
     rerun: int = 0
     lost: int = 0
+    asked: int = 0
     finished: int = 0
     replayed: int = 0
     republished: int = 0
@@ -65,8 +66,9 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
     root = settings.root
     steps: Counter[str] = Counter()
+    store.run(lapses.suspect, root, settings.lease_us)
     for seen, step in _bring_on(
-        store.read(lapses.lapsed, root, LIMIT),
+        store.read(lapses.lapsed, root, LIMIT, settings.renew_us),
         lambda seen: _recover_attempt(store, settings, results, seen),
         lambda seen: store.run(lapses.postpone, root, seen, AGAIN_US),
     ):
@@ -141,7 +143,7 @@ def _recover_running(
     took all its deliveries.
     """
     ready = results.ready(seen.task_id)
-    again = seen.late_ack and seen.deliveries < settings.max_deliveries
+    again = seen.rerun and seen.deliveries < settings.max_deliveries
     state = store.run(
         lapses.abandon,
         settings.root,
@@ -152,7 +154,11 @@ def _recover_running(
         park_us=settings.park_us,
         ready=ready,
     )
-    return {"waiting": "rerun", "lost": "lost", "settled": "finished", None: None}[state]
+    return None if state is None else _STEPS[state]
+
+
+#: What a pass did, by the state that a request has reached.
+_STEPS = {"waiting": "rerun", "lost": "lost", "settled": "finished", "asked": "asked"}
 
 
 def _recover_unclosed(

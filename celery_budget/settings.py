@@ -23,6 +23,8 @@ PREFIX = "budget_"
 
 #: How soon a rejected message comes again, in microseconds; doubled each time.
 REJECTED_US = 1_000_000
+#: A lease is renewed so often while it lasts.
+RENEWALS_PER_LEASE = 4
 #: What another broker may be called.
 NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
 #: No number of a setting makes sense above this: seconds of thirty years.
@@ -65,6 +67,8 @@ class Settings:
     :ivar park_seconds: how long a parked request waits for budget.
     :ivar effect_retention_seconds: how long the proofs of a request's effects are kept after its
         end; at least as long as any message of it may still come.
+    :ivar lookup_seconds: for how long a task is asked what became of a lost attempt, and for as
+        long again its ``compensate`` is tried.
     :ivar outcome_bytes: up to this size a return value is kept until its attempt is closed, so
         that a crash in between can be made good.
     :ivar lock_seconds: how long a statement waits for a lock before it fails as retryable.
@@ -91,6 +95,7 @@ class Settings:
     republish_seconds: float = 300.0
     park_seconds: float = 86_400.0
     effect_retention_seconds: float = 604_800.0
+    lookup_seconds: float = 3600.0
     outcome_bytes: int = 1_048_576
     lock_seconds: float = 5.0
     money_unit: str = MONEY
@@ -106,6 +111,21 @@ class Settings:
     def lease_us(self) -> int:
         """:attr:`lease_seconds` in microseconds."""
         return int(self.lease_seconds * 1_000_000)
+
+    @property
+    def renew_seconds(self) -> float:
+        """How often a lease is renewed, in seconds: two renewals may fail before it lapses."""
+        return self.lease_seconds / RENEWALS_PER_LEASE
+
+    @property
+    def renew_us(self) -> int:
+        """:attr:`renew_seconds` in microseconds."""
+        return int(self.renew_seconds * 1_000_000)
+
+    @property
+    def lookup_us(self) -> int:
+        """:attr:`lookup_seconds` in microseconds."""
+        return int(self.lookup_seconds * 1_000_000)
 
     @property
     def park_us(self) -> int:
@@ -177,6 +197,16 @@ class Settings:
                 f"{PREFIX}lease_seconds is {self.lease_seconds}; a lease shorter than a second "
                 "lapses under a worker that runs"
             )
+        for name, why in (
+            ("publish_seconds", "a message that comes again may wait that long at a relay"),
+            ("lock_seconds", "a renewal may wait that long for the ledger"),
+        ):
+            if self.lease_seconds < getattr(self, name):
+                raise ConfigurationError(
+                    f"{PREFIX}lease_seconds is {self.lease_seconds}, shorter than {PREFIX}{name} "
+                    f"({getattr(self, name)}): {why}, and the lease would lapse meanwhile; give a "
+                    "longer lease, or less for that"
+                )
         for name in ("lease_seconds", "park_seconds", "republish_seconds"):
             self.check_retention(PREFIX + name, getattr(self, name))
 

@@ -459,13 +459,23 @@ class Attempt:
         return self.root, self.reservation_id, self.number, self.claim_id
 
 
-def renew(store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.UUID) -> int:
-    """Extend the leases of the attempts that this worker has open; return how many."""
-    return store.run(attempts.renew, settings.root, task_ids, boot_id, settings.lease_us)
+def renew(
+    store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.UUID, pids: list[int]
+) -> int:
+    """Extend the leases of the attempts that this worker has open; return how many.
+
+    :param pids: the worker's processes that live.
+    """
+    return store.run(attempts.renew, settings.root, task_ids, boot_id, pids, settings.lease_us)
 
 
 def worker_lost(
-    store: Store, settings: Settings, task_id: str, boot_id: uuid.UUID, may_rerun: bool
+    store: Store,
+    settings: Settings,
+    task_id: str,
+    boot_id: uuid.UUID,
+    may_rerun: bool,
+    tell: bool = False,
 ) -> bool:
     """Bring on a task whose process is known to be gone; tell whether it is not over yet.
 
@@ -475,13 +485,14 @@ def worker_lost(
 
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
+    :param tell: whether the result of a lost one is to be told, since Celery stores none.
     """
     seen = store.run(lapses.open_of, settings.root, task_id, boot_id)
     if seen is None:
         store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun)
         return may_rerun
     if seen.ended_us is None:
-        again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries
+        again = may_rerun and seen.rerun and seen.deliveries < settings.max_deliveries
         state = store.run(
             lapses.abandon,
             settings.root,
@@ -491,8 +502,9 @@ def worker_lost(
             again=again,
             park_us=settings.park_us,
             only_lapsed=False,
+            tell=tell,
         )
-        return state == "waiting"
+        return state == "waiting" or (state == "asked" and again)
     if may_rerun and seen.replayable and seen.replays < settings.max_deliveries:
         return store.run(
             lapses.republish_ended,

@@ -28,6 +28,12 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 #: Seconds after which a test gives up waiting: far more than a busy machine takes.
 WAIT = 120
+#: Leases as short as they may be with what else is as short.
+SHORT_LEASES = {
+    "budget_lease_seconds": 2,
+    "budget_publish_seconds": 2,
+    "budget_lock_seconds": 2,
+}
 
 
 def eventually(
@@ -128,6 +134,7 @@ class Cluster:
             "budget_lease_seconds": 3,
             "budget_republish_seconds": 5,
             "budget_publish_seconds": 3,
+            "budget_lock_seconds": 3,
             "broker_connection_retry_on_startup": True,
             "broker_connection_max_retries": None,
             "worker_prefetch_multiplier": 1,

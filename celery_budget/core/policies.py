@@ -11,6 +11,7 @@ from typing import Any
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_own_name
 from celery_budget.core.calls import call, wanted
+from celery_budget.core.losses import Losses
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.core.retries import Retries
@@ -87,6 +88,7 @@ class BudgetPolicy:
     :ivar version: the estimator's version, shown beside its drift.
     :ivar stop_at_hold: whether the task is stopped where it has used more than is reserved for it.
     :ivar retries: how long it is tried.
+    :ivar losses: what becomes of its lost attempts.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -101,6 +103,7 @@ class BudgetPolicy:
     version: str = "1"
     stop_at_hold: bool = False
     retries: Retries = field(default_factory=Retries)
+    losses: Losses = field(default_factory=Losses)
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -309,6 +309,7 @@ def _delivery(request: ReserveRequest) -> Delivery:
         f"{gethostname()}/{os.getpid()}",
         BOOT_ID,
         late_ack=False,
+        pid=os.getpid(),
     )
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kombu.exceptions import EncodeError
 
+from celery_budget.core import losses
 from celery_budget.core.budgets import check_text
-from celery_budget.core.identity import derived_id
 from celery_budget.core.reservations import Begun, Closed, Outcome
 from celery_budget.errors import BudgetError, ClaimLost, EffectError, InvalidName, NotRunning
 from celery_budget.integration.context import Current, current, installed_on
@@ -279,7 +279,10 @@ def called(
 def step_key(step: str) -> str:
     """Return the key of a step; see :func:`celery_budget.usage.idempotency_key`."""
     reservation_id = _running("idempotency_key()").attempt.reservation_id
-    return str(derived_id("step", str(reservation_id), _checked("a step", step)))
+    try:
+        return losses.step_key(reservation_id, step)
+    except InvalidName as error:
+        raise EffectError(str(error)) from error
 
 
 def _running(what: str) -> Current:

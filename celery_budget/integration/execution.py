@@ -157,6 +157,7 @@ def _claim_reserved(
     budget: CeleryBudget, task: Any, root: str, reservation_id: uuid.UUID, retries: Retries
 ) -> settlement.Attempt | Running | Closed | Missing:
     request = task.request
+    losses = task.budget_losses(request.args or (), request.kwargs or {})
     delivery = settlement.Delivery(
         root,
         reservation_id,
@@ -166,6 +167,9 @@ def _claim_reserved(
         f"{request.hostname}/{os.getpid()}",
         BOOT_ID,
         bool(task.acks_late),
+        os.getpid(),
+        losses.may_rerun,
+        losses.inquires,
     )
     return undisturbed(
         settlement.claim, budget.store, budget.settings, delivery, new_id(), None, retries

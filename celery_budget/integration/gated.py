@@ -7,6 +7,7 @@ from typing import Any
 
 from celery import Task
 
+from celery_budget.core.losses import Losses
 from celery_budget.core.retries import Retries
 from celery_budget.core.terms import Terms
 from celery_budget.integration import eager
@@ -49,6 +50,10 @@ class GatedTask(Task):
     def budget_retries(self, args: Any, kwargs: Any) -> Retries:
         """Return how long such a call is tried."""
         return Retries()
+
+    def budget_losses(self, args: Any, kwargs: Any) -> Losses:
+        """Return what becomes of such a call's lost attempts."""
+        return Losses()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         following = super().__call__

@@ -23,14 +23,12 @@ __all__ = ["kept", "renew_until"]
 
 logger = logging.getLogger(__name__)
 
-#: A lease is renewed this often, so that two renewals may fail before it lapses.
-RENEWALS_PER_LEASE = 4
-
 
 def renew_until(
     budget: CeleryBudget,
     wait: Callable[[float], object],
     open_here: Callable[[], Collection[str] | None],
+    living: Callable[[], Collection[int]],
 ) -> None:
     """Renew the leases of the tasks that run here, again and again, until there are none any more.
 
@@ -38,20 +36,26 @@ def renew_until(
 
     :param wait: waits for the next turn.
     :param open_here: the ids of those tasks; none for the end.
+    :param living: the processes that run them, those that live.
     """
-    seconds = budget.settings.lease_seconds / RENEWALS_PER_LEASE
     while True:
-        wait(seconds)
+        wait(budget.settings.renew_seconds)
         try:
             task_ids = open_here()
             if task_ids is None:
                 return
             if task_ids:
-                settlement.renew(budget.store, budget.settings, list(task_ids), BOOT_ID)
+                settlement.renew(
+                    budget.store, budget.settings, list(task_ids), BOOT_ID, list(living())
+                )
         except StoreError as error:
             logger.warning("leases could not be renewed: %s", error)
         except Exception:
             logger.exception("leases could not be renewed")
+
+
+def _myself() -> Collection[int]:
+    return (os.getpid(),)
 
 
 class _InPlace:
@@ -74,7 +78,7 @@ class _InPlace:
             if budget not in self._open:
                 threading.Thread(
                     target=renew_until,
-                    args=(budget, time.sleep, partial(self._task_ids, budget)),
+                    args=(budget, time.sleep, partial(self._task_ids, budget), _myself),
                     name="budget-leases-in-place",
                     daemon=True,
                 ).start()

@@ -1,6 +1,7 @@
-"""What runs beside beat or as ``budget relay``: the relay and the periodic sweep, a thread each.
+"""What runs beside beat or as ``budget relay``: relay, periodic sweep and inquiries, a thread each.
 
-They are apart so that a result backend that hangs under the sweep never holds up a message.
+They are apart so that a result backend that hangs under the sweep never holds up a message, nor
+does a task's own function that is asked about a lost attempt hold up the sweep.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from celery_budget import admission, recovery, relay
+from celery_budget import admission, inquiry, recovery, relay
 from celery_budget.errors import StoreError
+from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.publisher import KombuPublisher
 from celery_budget.integration.results import BackendResults
 from celery_budget.store import wakeup
@@ -39,7 +41,7 @@ class RelayService:
         self._running: _Running | None = None
 
     def start(self) -> None:
-        """Start both threads.
+        """Start the threads.
 
         :raises SchemaError: where ``budget init`` has not been run.
         :raises ConfigurationError: where the broker's options forbid what a relay needs.
@@ -55,7 +57,7 @@ class RelayService:
         logger.info("budget relay started on %s", self._budget.store.url)
 
     def stop(self) -> None:
-        """Stop both within two seconds, whatever holds them up.
+        """Stop them within two seconds, whatever holds them up.
 
         The batch in hand is finished or, where the broker keeps its message for too long, given
         back. What hangs ends with the process.
@@ -66,7 +68,7 @@ class RelayService:
 
     @property
     def alive(self) -> bool:
-        """Whether both threads run."""
+        """Whether all of them run."""
         return self._running is not None and self._running.alive
 
 
@@ -84,10 +86,12 @@ class _Running:
         self._sleeper = wakeup.sleeper(budget.store, budget.settings)
         self._relaying = _thread("relay", self._run_relay)
         self._sweeping = _thread("sweep", self._run_sweep)
+        self._asking = _thread("inquiries", self._run_inquiries)
 
     def start(self) -> None:
         self._relaying.start()
         self._sweeping.start()
+        self._asking.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -98,11 +102,13 @@ class _Running:
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
-        self._sweeping.join(max(0.0, end - time.monotonic()))
+        for thread in (self._sweeping, self._asking):
+            thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def alive(self) -> bool:
-        return self._relaying.is_alive() and self._sweeping.is_alive()
+        threads = (self._relaying, self._sweeping, self._asking)
+        return all(thread.is_alive() for thread in threads)
 
     def _run_relay(self) -> None:
         relay.run(self._relay, self._budget.settings, self._sleeper, self._stop)
@@ -125,11 +131,19 @@ class _Running:
 
     def _run_sweep(self) -> None:
         upkeep = Upkeep(self._budget.store, self._budget.settings)
+        self._again_and_again("the sweep", lambda: sweep(self._budget, upkeep))
+
+    def _run_inquiries(self) -> None:
+        store, settings = self._budget.store, self._budget.settings
+        tasks = TaskInquiries(self._budget)
+        self._again_and_again("inquiries", lambda: inquiry.run_once(store, settings, tasks))
+
+    def _again_and_again(self, what: str, step: Callable[[], object]) -> None:
         while not self._stop.is_set():
             try:
-                sweep(self._budget, upkeep)
+                step()
             except Exception:
-                logger.exception("the sweep failed; it is tried again")
+                logger.exception("%s failed; it is tried again", what)
             self._stop.wait(self._budget.settings.sweep_seconds)
 
 

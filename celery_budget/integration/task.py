@@ -19,6 +19,7 @@ from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
 from celery_budget.core.identity import fingerprint
+from celery_budget.core.losses import Losses, LostAttempt
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.retries import Retries
@@ -52,8 +53,9 @@ class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
-    ``stop_at_hold``, ``max_attempts``, ``retry_within`` and ``terminal``, as class attributes or as
-    options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
+    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup`` and
+    ``compensate``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
+    mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
     a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
@@ -87,6 +89,11 @@ class BudgetedTask(GatedTask):
                 getattr(cls, "retry_within", None),
                 getattr(cls, "terminal", ()),
             ),
+            Losses(
+                getattr(cls, "on_lost", None),
+                _plain(inspect.getattr_static(cls, "lookup", None)),
+                _plain(inspect.getattr_static(cls, "compensate", None)),
+            ),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -114,6 +121,9 @@ class BudgetedTask(GatedTask):
     def budget_retries(self, args: Any, kwargs: Any) -> Retries:
         return _policy(self).retries
 
+    def budget_losses(self, args: Any, kwargs: Any) -> Losses:
+        return _policy(self).losses
+
     def _price(self, what: Unpriced) -> Priced:
         return metering.price(what, installed_on(self.app).settings.prices)
 
@@ -134,6 +144,9 @@ def budgeted(
     max_attempts: int | None = None,
     retry_within: float | None = None,
     terminal: type[Exception] | Sequence[type[Exception]] = (),
+    on_lost: str | None = None,
+    lookup: Callable[[LostAttempt], Any] | None = None,
+    compensate: Callable[[LostAttempt], object] | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -157,11 +170,21 @@ def budgeted(
         start.
     :param terminal: errors after which it is not retried, whatever ``autoretry_for`` or the task
         itself says. With any of the three a request that fails is kept in quarantine.
+    :param on_lost: ``"charge"`` where no attempt follows one whose worker went away: it is charged
+        the greater of recorded and estimated. Otherwise one follows where the message is
+        acknowledged late.
+    :param lookup: asks somebody else what a lost attempt has used, before anything follows it. It
+        gets a :class:`~celery_budget.LostAttempt` and returns what that used in all: an amount, a
+        mapping of units to amounts, a provider's reply or a list of those; or none while nobody can
+        tell, and is called again until ``budget_lookup_seconds`` are over.
+    :param compensate: undoes, or reports, what a lost attempt may have done that no ``lookup`` has
+        confirmed. It gets the same, and is called again where it raises.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
     retries = Retries(max_attempts, retry_within, terminal)  # type: ignore[arg-type]
-    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold, retries)
+    losses = Losses(on_lost, lookup, compensate)
+    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold, retries, losses)
 
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from billiard.einfo import ExceptionWithTraceback
@@ -65,7 +66,7 @@ class LeaseStep(bootsteps.StartStopStep):
         _stopped.clear()
         threading.Thread(
             target=renew_until,
-            args=(budget, _stopped.wait, _active_task_ids),
+            args=(budget, _stopped.wait, _active_task_ids, partial(_living, parent)),
             name="budget-leases",
             daemon=True,
         ).start()
@@ -100,6 +101,27 @@ def _active_task_ids() -> list[str] | None:
             continue
         return [str(request.id) for request in active if _is_gated(request.task, request)]
     return None
+
+
+def _living(worker: Any) -> list[int]:
+    """Return the processes that run this worker's tasks and live: itself, and its pool's.
+
+    One that has died is none of them from that moment on, also while the pool waits for what it
+    may have sent before.
+    """
+    pool = getattr(getattr(worker, "pool", None), "_pool", None)
+    children = [process.pid for process in list(getattr(pool, "_pool", None) or ())]
+    return [os.getpid(), *(pid for pid in children if pid is not None and _lives(pid))]
+
+
+def _lives(pid: int) -> bool:
+    """Tell whether a child lives, leaving its end for the pool to find."""
+    if not hasattr(os, "waitid"):
+        return True
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _is_gated(task: Any, request: Any) -> bool:
@@ -164,14 +186,27 @@ class BudgetRequest(Request):
         """Revoke what the ledger lets go; a copy of what runs or has ended is dropped.
 
         Celery stores REVOKED from here, also for a duplicate that came after ``expires`` while the
-        task runs.
+        task runs. One that was terminated is charged before.
         """
+        if terminated:
+            self._worker_lost(may_rerun=False)
         if terminated or self._released("expired" if expired else "revoked"):
             super()._announce_revoked(reason, terminated, signum, expired)
             return
         state.task_ready(self)
         self.acknowledge()
         self._already_revoked = True
+
+    def _announce_cancelled(self, emit_retry: bool = True) -> None:
+        """Have a task run again that the worker ends since it goes, or lost its connection.
+
+        Celery stores RETRY from here, also of what has ended just now, or does not come again
+        since it was acknowledged early: that is lost, and told.
+        """
+        if _is_gated(self.task, self):
+            self._worker_lost(may_rerun=True, tell=True)
+            emit_retry = False
+        super()._announce_cancelled(emit_retry=emit_retry)
 
     def _released(self, reason: str) -> bool:
         """Give the hold back; false where it is not this message's to give.
@@ -188,7 +223,7 @@ class BudgetRequest(Request):
             logger.exception("the ledger could not be told that a task was revoked")
             return False
 
-    def _worker_lost(self, may_rerun: bool) -> bool:
+    def _worker_lost(self, may_rerun: bool, tell: bool = False) -> bool:
         """Tell the ledger; return whether the task is not over, so that Celery stores nothing.
 
         Where the ledger cannot be told it is not over either: recovery decides once it can be.
@@ -198,7 +233,7 @@ class BudgetRequest(Request):
             return False
         try:
             return settlement.worker_lost(
-                budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun
+                budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun, tell
             )
         except Exception:
             logger.exception("the ledger could not be told that a worker was lost")
@@ -231,13 +266,3 @@ def _close(task: Any) -> None:
     if attempt is not None and attempt.called and attempt.settled:
         attempt.settled = False
         attempt.close()
-
-
-@signals.task_revoked.connect
-@_safe
-def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:
-    budget = find_installed(sender.app)
-    if budget is not None and terminated and _is_gated(sender, request):
-        settlement.worker_lost(
-            budget.store, budget.settings, str(request.id), BOOT_ID, may_rerun=False
-        )

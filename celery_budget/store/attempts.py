@@ -57,6 +57,7 @@ from celery_budget.store.schema import attempts, now_us, reservations
 
 __all__ = [
     "NOBODY",
+    "UNCERTAIN",
     "Delivery",
     "attempt_key",
     "claim",
@@ -77,6 +78,9 @@ __all__ = [
 #: Who holds the lease of an ended attempt that waits for a worker to give its outcome again.
 NOBODY = uuid.UUID(int=0)
 
+#: The outcome of an attempt whose worker went away.
+UNCERTAIN = "uncertain"
+
 
 #: Joins attempts and their reservations.
 of_reservation = sa.and_(
@@ -92,6 +96,10 @@ class Delivery:
     :ivar retries: Celery's count of retries in the message; with the task id and the nesting it
         tells which attempt the message stands for.
     :ivar late_ack: whether the broker still has the message while the task runs.
+    :ivar pid: the worker's process that runs it; none where nobody watches that.
+    :ivar may_rerun: whether another attempt may follow where this one is lost; one does where it is
+        acknowledged late.
+    :ivar inquires: whether the task can tell, or undo, what a lost attempt has done.
     """
 
     root: str
@@ -102,6 +110,9 @@ class Delivery:
     worker: str
     boot_id: uuid.UUID
     late_ack: bool
+    pid: int | None = None
+    may_rerun: bool = True
+    inquires: bool = False
 
 
 def attempt_key(root: str, reservation_id: uuid.UUID, attempt: int) -> sa.ColumnElement[bool]:
@@ -171,9 +182,13 @@ def claim(
         return Claimed(row.attempts + 1, claim_id, elapsed_us)
     if current is None or current.lease_until_us is None or current.retries != delivery.retries:
         return Running() if row.state == "running" else Closed(str(row.state))
-    if current.ended_us is None or (current.alive and current.boot_id != NOBODY):
-        # It runs, or its worker is still busy with what follows; should that worker be gone,
-        # recovery publishes the message again when the lease has lapsed.
+    if (
+        current.ended_us is None
+        or current.outcome == UNCERTAIN
+        or (current.alive and current.boot_id != NOBODY)
+    ):
+        # It runs, or it is being asked about, or its worker is still busy with what follows; should
+        # that worker be gone, recovery publishes the message again when the lease has lapsed.
         return Running()
     connection.execute(
         attempts.update()
@@ -182,7 +197,9 @@ def claim(
             claim_id=claim_id,
             worker=delivery.worker,
             boot_id=delivery.boot_id,
+            pid=delivery.pid,
             lease_until_us=now_us() + lease_us,
+            suspected_us=None,
         )
     )
     return Replay(current.attempt, claim_id, StoredOutcome(str(current.outcome), current.payload))
@@ -206,7 +223,10 @@ def _write_claim(
             retries=row.retries,
             worker=delivery.worker,
             boot_id=delivery.boot_id,
+            pid=delivery.pid,
             late_ack=delivery.late_ack,
+            rerun=delivery.late_ack and delivery.may_rerun,
+            inquires=delivery.inquires,
             started_us=now_us(),
             lease_until_us=now_us() + lease_us,
             replays=0,
@@ -259,13 +279,13 @@ def _refuse(
     root, reservation_id = row.root, row.reservation_id
     of = lines_of(connection, root, reservation_id)
     fresh: dict[int, int] = {}
-    if last.outcome == "uncertain":
+    if last.outcome == UNCERTAIN:
         recorded = usage.recorded(connection, root, reservation_id, last.attempt)
         fresh = {line.line: max(0, line.estimate - recorded.get(line.unit, 0)) for line in of}
     charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
     text, error = json.loads(last.payload) if last.payload is not None else (UNKNOWN, None)
     kept = quarantine.keep(connection, row, row.attempts, of, charges, Keep(why, text, bound))
-    state = "lost" if last.outcome == "uncertain" else "settled"
+    state = "lost" if last.outcome == UNCERTAIN else "settled"
     finish(connection, root, row, state, charges, reason=why, of=of)
     _erase(connection, last)
     stored = StoredOutcome("refused", json.dumps([why, row.attempts, error]))
@@ -578,11 +598,15 @@ def renew(
     root: str,
     task_ids: Collection[str],
     boot_id: uuid.UUID,
+    pids: Collection[int],
     lease_us: int,
 ) -> int:
     """Extend the leases of these tasks' open attempts that this worker claimed; return how many.
 
     One statement; it skips locked attempts, which somebody is ending anyway.
+
+    :param pids: the worker's processes that live: what another one ran is over, whatever its main
+        process still waits for.
     """
     mine = (
         sa.select(attempts.c.reservation_id, attempts.c.attempt)
@@ -594,6 +618,7 @@ def renew(
             attempts.c.root == root,
             reservations.c.task_id.in_(task_ids),
             attempts.c.boot_id == boot_id,
+            attempts.c.pid.is_(None) | attempts.c.pid.in_(pids),
             attempts.c.lease_until_us.is_not(None),
         )
         .with_for_update(of=attempts, skip_locked=True)
@@ -608,7 +633,7 @@ def renew(
                 mine.c.attempt == attempts.c.attempt,
             ),
         )
-        .values(lease_until_us=now_us() + lease_us)
+        .values(lease_until_us=now_us() + lease_us, suspected_us=None)
         .returning(attempts.c.attempt)
     )
     return len(renewed.all())

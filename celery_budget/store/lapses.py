@@ -1,7 +1,12 @@
 """Attempts whose worker is gone, or seems to be: found, ended, run again, or given again.
 
-What is found is looked at again behind the lock of its reservation before it is changed. A worker
-that was only slow finds its fence gone.
+A lease that is over is suspected first and taken at a second look, so that a worker which could not
+renew it, since the ledger was away or the machine stood still, has its time to do so. What is found
+is looked at again behind the lock of its reservation before it is changed. A worker that was only
+slow finds its fence gone.
+
+What a task may be asked about is not ended at once: its attempt is open, and nobody's, until the
+answer is there (see :mod:`celery_budget.store.inquiries`).
 """
 
 from __future__ import annotations
@@ -13,10 +18,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
 from celery_budget.store import outbox, plans, untold, usage
 from celery_budget.store.attempts import (
     NOBODY,
+    UNCERTAIN,
     attempt_key,
     follow,
     of_reservation,
@@ -26,17 +33,20 @@ from celery_budget.store.attempts import (
     write_end,
 )
 from celery_budget.store.continuations import drop_next
+from celery_budget.store.insert import insert_new
 from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
-from celery_budget.store.schema import attempts, instant, now_us, reservations
+from celery_budget.store.schema import attempts, instant, now_us, reservations, sweeps
 
 __all__ = [
     "REPLAY_LEASES",
     "OpenAttempt",
     "abandon",
+    "conclude",
     "lapsed",
     "open_of",
     "postpone",
     "republish_ended",
+    "suspect",
     "unclaimed_lost",
     "undelivered",
 ]
@@ -52,6 +62,8 @@ REPLAY_LEASES = 2
 class OpenAttempt:
     """An attempt that was not closed when it was looked at.
 
+    :ivar rerun: whether another attempt follows where its outcome is not known.
+    :ivar inquires: whether its task can be asked about it.
     :ivar ended_us: when its call ended; none while it runs.
     :ivar replayable: whether its outcome was kept and can be given again.
     """
@@ -60,7 +72,8 @@ class OpenAttempt:
     attempt: int
     claim_id: uuid.UUID
     retries: int
-    late_ack: bool
+    rerun: bool
+    inquires: bool
     ended_us: int | None
     outcome: str | None
     replayable: bool
@@ -121,11 +134,62 @@ def undelivered(connection: Connection, root: str, seen: outbox.Silent) -> bool:
     return True
 
 
-def lapsed(connection: Connection, root: str, limit: int) -> list[OpenAttempt]:
-    """Return open attempts whose lease is over, longest first. Locks nothing."""
+def suspect(connection: Connection, root: str, lease_us: int) -> None:
+    """Note which leases are over that were not the last time; the first look at them.
+
+    Where nobody has looked for half a lease, the ledger was away, or the machine stood still, and
+    workers could not renew them either: they are extended by that time, up to a whole lease from
+    now. Locks the root's row of the sweeps, then those attempts; what another sweep or a worker has
+    locked is passed by.
+    """
+    mine = sweeps.c.root == root
+    last = connection.execute(
+        sa.select(now_us() - sweeps.c.seen_us).where(mine).with_for_update(skip_locked=True)
+    ).scalar()
+    if last is None and not insert_new(connection, sweeps, root=root, seen_us=now_us()):
+        return
+    connection.execute(sweeps.update().where(mine).values(seen_us=now_us()))
+    gap_us = int(last or 0)
+    until: Any = attempts.c.lease_until_us
+    if gap_us >= lease_us // 2:
+        most = now_us() + lease_us
+        until = sa.case((until + gap_us < most, until + gap_us), else_=most)
+    over = (
+        sa.select(attempts.c.reservation_id, attempts.c.attempt)
+        .where(
+            attempts.c.root == root,
+            attempts.c.lease_until_us <= instant(),
+            attempts.c.suspected_us.is_(None),
+        )
+        .with_for_update(skip_locked=True)
+        .cte("over")
+    )
+    connection.execute(
+        attempts.update()
+        .where(
+            attempts.c.root == root,
+            sa.exists().where(
+                over.c.reservation_id == attempts.c.reservation_id,
+                over.c.attempt == attempts.c.attempt,
+            ),
+        )
+        .values(suspected_us=now_us(), lease_until_us=until)
+    )
+
+
+def lapsed(connection: Connection, root: str, limit: int, second_us: int) -> list[OpenAttempt]:
+    """Return open attempts whose lease is over at a second look, longest first. Locks nothing.
+
+    :param second_us: how long after the first look that is: a worker renews as often.
+    """
     rows = connection.execute(
         _select_open()
-        .where(attempts.c.root == root, attempts.c.lease_until_us <= instant())
+        .where(
+            attempts.c.root == root,
+            attempts.c.lease_until_us <= instant(),
+            attempts.c.suspected_us <= instant() - second_us,
+            sa.func.coalesce(attempts.c.outcome, "") != UNCERTAIN,
+        )
         .order_by(attempts.c.lease_until_us)
         .limit(limit)
     )
@@ -155,7 +219,8 @@ def _select_open() -> sa.Select[Any]:
         attempts.c.attempt,
         attempts.c.claim_id,
         attempts.c.retries,
-        attempts.c.late_ack,
+        attempts.c.rerun,
+        attempts.c.inquires,
         attempts.c.ended_us,
         attempts.c.outcome,
         attempts.c.payload.is_not(None).label("replayable"),
@@ -192,7 +257,12 @@ def republish_ended(
             attempts.c.lease_until_us.is_not(None),
             attempts.c.lease_until_us <= now_us() if only_lapsed else sa.true(),
         )
-        .values(boot_id=NOBODY, lease_until_us=now_us() + wait_us, replays=attempts.c.replays + 1)
+        .values(
+            boot_id=NOBODY,
+            lease_until_us=now_us() + wait_us,
+            suspected_us=None,
+            replays=attempts.c.replays + 1,
+        )
     ).rowcount
     if extended:
         outbox.make_due(connection, root, seen.reservation_id, seen.retries)
@@ -210,13 +280,14 @@ def abandon(
     park_us: int,
     ready: str | None = None,
     only_lapsed: bool = True,
+    tell: bool = True,
 ) -> str | None:
     """End a running attempt whose outcome is not known; return the state reached.
 
-    None where it has ended or was renewed in the meantime. Its worker has no say any more: where it
-    is lost, its result is to be told. Locks the reservation, its balances, its messages. An effect
-    of the attempt in a transaction that is open has it pass the reservation by (none as well), or
-    wait where the process is known to be gone, and its transaction soon.
+    None where it has ended or was renewed in the meantime; ``asked`` where its task is asked first
+    what became of it. Its worker has no say any more. Locks the reservation, its balances, its
+    messages. An effect of the attempt in a transaction that is open has it pass the reservation by
+    (none as well), or wait where the process is known to be gone, and its transaction soon.
 
     :param again: have it run again, unless it was cancelled: the reservation waits, what this
         attempt recorded stays recorded. Otherwise it is lost and flagged: the greater of recorded
@@ -225,25 +296,71 @@ def abandon(
     :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
         with it, charged like a lost one unless something was recorded.
     :param only_lapsed: leave it alone while its lease is valid. Otherwise its process is known to
-        be gone, and Celery, which knows it too, stores the result of a lost one.
+        be gone.
+    :param tell: note that its result is to be told, where it is lost. Otherwise Celery stores it.
     """
-    key = (root, reservation_id, attempt, claim_id)
-    row = owned(connection, *key, TAKING, pass_by=only_lapsed)
+    row = owned(connection, root, reservation_id, attempt, claim_id, TAKING, pass_by=only_lapsed)
     if row is None:
         return None
-    if only_lapsed:
-        over = connection.execute(
-            sa.select(attempts.c.attempt).where(
-                attempt_key(root, reservation_id, attempt), attempts.c.lease_until_us <= now_us()
-            )
-        ).first()
-        if over is None:
-            return None
-    uncertain = Outcome(ready or "uncertain")
-    write_end(connection, root, reservation_id, attempt, uncertain, is_open=False)
+    this = attempt_key(root, reservation_id, attempt)
+    seen = connection.execute(
+        sa.select(attempts.c.inquires, (attempts.c.lease_until_us <= now_us()).label("over")).where(
+            this
+        )
+    ).one()
+    if only_lapsed and not seen.over:
+        return None
+    if ready is not None:
+        write_end(connection, root, reservation_id, attempt, Outcome(ready), is_open=False)
+        return conclude(connection, row, attempt, park_us=park_us, ready=ready)
+    if not seen.inquires:
+        write_end(connection, root, reservation_id, attempt, Outcome(UNCERTAIN), is_open=False)
+        return conclude(connection, row, attempt, again=again, park_us=park_us, tell=tell)
+    again = again and row.cancelled_us is None
+    # Under a new fence, which nobody holds.
+    connection.execute(
+        attempts.update()
+        .where(this)
+        .values(
+            ended_us=now_us(),
+            outcome=UNCERTAIN,
+            rerun=again,
+            claim_id=new_id(),
+            boot_id=NOBODY,
+            lease_until_us=now_us(),
+            replays=0,
+        )
+    )
+    if not again and tell:
+        untold.note(connection, root, row.task_id, "lost", reservation_id)
+    return "asked"
+
+
+def conclude(
+    connection: Connection,
+    row: sa.Row[Any],
+    attempt: int,
+    *,
+    park_us: int,
+    again: bool = False,
+    ready: str | None = None,
+    answered: bool = False,
+    reason: str | None = None,
+    tell: bool = False,
+) -> str:
+    """Go on after an attempt whose outcome is not known; return the state reached.
+
+    The caller holds the reservation's row and has ended the attempt. Locks its balances, its
+    messages. Parameters are as for :func:`abandon`.
+
+    :param answered: whether its task has told what it used, so that nothing is flagged but a unit
+        of which it told nothing.
+    :param reason: why the reservation ends, if it does.
+    """
+    root, reservation_id = row.root, row.reservation_id
     if row.cancelled_us is not None:
         drop_next(connection, root, reservation_id, attempt)
-    elif again and ready is None:
+    elif again:
         retries = follow(connection, root, reservation_id, attempt)
         if retries is not None:
             # A retry that the attempt had written already takes over.
@@ -256,18 +373,20 @@ def abandon(
     of = lines_of(connection, root, reservation_id)
     recorded = usage.recorded(connection, root, reservation_id, attempt)
     unmetered = [line.line for line in of if usage.is_unmetered(line, recorded)]
+    known = ready is not None or answered
     charges = {}
     for line in of:
-        missing = ready is None or line.line in unmetered
+        missing = not known or line.line in unmetered
         promised = line.estimate + line.extended if missing else 0
         charges[line.line] = charge_of(line, max(0, promised - recorded.get(line.unit, 0)))
-    state = "settled" if ready else "lost"
+    state = "settled" if known else "lost"
     finish(
         connection,
         root,
         row,
         state,
         charges,
+        reason=reason,
         unmetered=bool(unmetered),
         of=of,
         goes_on=ready == "returned",
@@ -275,6 +394,6 @@ def abandon(
     if ready == "returned" and row.plan_id is not None:
         plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
-    if state == "lost" and only_lapsed:
-        untold.note(connection, root, row.task_id, state, reservation_id)
+    if tell and not ready:
+        untold.note(connection, root, row.task_id, "lost", reservation_id)
     return state

@@ -335,7 +335,16 @@ attempts = Table(
     Column("payload", Text),
     # None once the attempt is closed: nothing is left to do for it.
     Column("lease_until_us", BigInteger),
+    # Of one that is being asked about: how often that was tried.
     Column("replays", Integer, nullable=False),
+    # The worker's process that runs it; its main process knows whether that lives.
+    Column("pid", Integer),
+    # When it was first seen that its lease is over; it is taken at a second look.
+    Column("suspected_us", BigInteger),
+    # Whether another attempt follows where its outcome is not known.
+    Column("rerun", Boolean, nullable=False, server_default=false()),
+    # Whether its task can tell, or undo, what a lost attempt has done.
+    Column("inquires", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     Index(
         "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")
@@ -568,6 +577,15 @@ relays = Table(
     # Whether it waits to be told of the next message that is due.
     Column("sleeping", Boolean, nullable=False),
     PrimaryKeyConstraint("root", "relay_id", name="pk_budget_relays"),
+)
+
+# When a sweep last looked: what nobody could renew since is not taken for lapsed.
+sweeps = Table(
+    "budget_sweeps",
+    metadata,
+    Column("root", String(255)),
+    Column("seen_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", name="pk_budget_sweeps"),
 )
 
 # How many messages wait to be published, counted now and then by an admission.

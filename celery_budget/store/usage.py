@@ -33,7 +33,7 @@ from celery_budget.store.reservations import (
 )
 from celery_budget.store.schema import extensions, now_us, reservations, usage
 
-__all__ = ["extend", "is_unmetered", "record", "recorded", "remaining"]
+__all__ = ["extend", "is_unmetered", "record", "recorded", "remaining", "unit_of"]
 
 
 def record(
@@ -339,6 +339,14 @@ def recorded(
         .group_by(usage.c.unit)
     )
     return {unit: int(total) for unit, total in rows}
+
+
+def unit_of(connection: Connection, root: str, reservation_id: uuid.UUID, unit: str | None) -> str:
+    """Return a unit that a request draws on, by default the first. Locks nothing.
+
+    :raises PolicyError: as :func:`record`.
+    """
+    return _metered(lines_of(connection, root, reservation_id), unit)[0]
 
 
 def is_unmetered(line: sa.Row[Any], recorded: dict[str, int]) -> bool:

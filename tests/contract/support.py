@@ -286,12 +286,12 @@ class Ledger:
         self.store.run(_put, getattr(schema, table), values, {"root": self.root, **where})
 
     def lapse(self, request: ReserveRequest) -> None:
-        """Let the leases of a request's open attempts be over."""
+        """Let the leases of a request's open attempts be over, for the second time seen."""
         open_ones = schema.attempts.c.lease_until_us.is_not(None)
         self.store.run(
             _put,
             schema.attempts,
-            {"lease_until_us": 1},
+            {"lease_until_us": 1, "suspected_us": 1},
             {"root": self.root, "reservation_id": request.reservation_id},
             open_ones,
         )
@@ -301,13 +301,13 @@ class Ledger:
         self.put("outbox", {"due_us": 1}, reservation_id=request.reservation_id)
 
     def dump(self) -> dict[str, list[Any]]:
-        """Every row of every table under this root; without the count, which anybody may renew."""
+        """Every row of every table under this root; without what anybody may renew."""
         return {
             name.removeprefix("budget_"): [
                 tuple(row) for row in self.store.run(_rows, table, {"root": self.root})
             ]
             for name, table in schema.metadata.tables.items()
-            if table is not schema.backlog
+            if table not in (schema.backlog, schema.sweeps)
         }
 
 

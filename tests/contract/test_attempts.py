@@ -246,8 +246,8 @@ def test_a_worker_keeps_its_own_leases(funded: Ledger) -> None:
     ids = [one.task_id for one in (request, ended, closed)]
     for one in (request, ended):
         funded.lapse(one)
-    assert settlement.renew(funded.store, funded.settings, ids, uuid.UUID(int=8)) == 0
-    assert settlement.renew(funded.store, funded.settings, [], BOOT) == 0
-    assert settlement.renew(funded.store, funded.settings, ids, BOOT) == 2
+    assert settlement.renew(funded.store, funded.settings, ids, uuid.UUID(int=8), []) == 0
+    assert settlement.renew(funded.store, funded.settings, [], BOOT, []) == 0
+    assert settlement.renew(funded.store, funded.settings, ids, BOOT, []) == 2
     assert funded.recover().rerun == 0
     assert attempt.end(RETURNED)

@@ -235,7 +235,7 @@ def test_the_attempt_goes_on_beside_its_effect(funded: Ledger, undo: bool) -> No
             assert attempt.extend(5) == Extended(5)
             assert funded.deliver(request) == Running()
             ids, asked = [request.task_id], (funded.store, funded.settings, request.task_id)
-            assert settlement.renew(funded.store, funded.settings, ids, BOOT) == 1
+            assert settlement.renew(funded.store, funded.settings, ids, BOOT, []) == 1
             assert funded.retry(request, attempt)[1] is not None
             assert settlement.cancel(*asked) == Cancelling()
             if undo:

@@ -123,7 +123,11 @@ def test_so_does_whatever_else_ends_a_step(funded: Ledger, how: str) -> None:
         assert settlement.revoke(funded.store, funded.root, steps[0].reservation_id, "expired")
     else:
         funded.run(steps[0], late_ack=False)
-        funded.put("attempts", {"lease_until_us": 1}, reservation_id=steps[0].reservation_id)
+        funded.put(
+            "attempts",
+            {"lease_until_us": 1, "suspected_us": 1},
+            reservation_id=steps[0].reservation_id,
+        )
         assert funded.recover().lost == 1
     assert funded.state(steps[1]) == "released"
     assert funded.balance() == (0, 10 if how == "lost" else 0)

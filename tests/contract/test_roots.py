@@ -278,7 +278,7 @@ def run(ledger: Ledger) -> None:
     attempt = ledger.run(request)
     assert ledger.deliver(request) == Running()
     assert ledger.deliver(ledger.request()) == Missing()
-    assert settlement.renew(ledger.store, ledger.settings, [request.task_id], BOOT) == 1
+    assert settlement.renew(ledger.store, ledger.settings, [request.task_id], BOOT, []) == 1
     assert attempt.record(4, key="one")
     assert not attempt.record(4, key="one")
     assert attempt.record(2, unit="usd")

@@ -216,7 +216,7 @@ def test_what_is_renewed_while_it_is_given_up_gets_no_result(funded: Ledger) -> 
     funded.lapse(request)
 
     def renew(task_id: str) -> None:
-        assert settlement.renew(funded.store, funded.settings, [task_id], BOOT) == 1
+        assert settlement.renew(funded.store, funded.settings, [task_id], BOOT, []) == 1
 
     funded.results.ready = renew  # type: ignore[method-assign, assignment]
     assert funded.recover() == Recovered()
@@ -488,7 +488,7 @@ def test_what_could_not_be_recovered_is_its_workers_still(funded: Ledger) -> Non
     funded.lapse(request)
     unreachable(funded)
     assert funded.recover() == Recovered()
-    assert settlement.renew(funded.store, funded.settings, [request.task_id], BOOT) == 1
+    assert settlement.renew(funded.store, funded.settings, [request.task_id], BOOT, []) == 1
     assert attempt.end(RETURNED)
 
 
@@ -496,9 +496,9 @@ def test_what_has_gone_on_is_not_postponed(funded: Ledger) -> None:
     renewed, attempt = funded.start(1)
     funded.lapse(renewed)
     started = silent(funded)
-    [seen] = funded.store.read(lapses.lapsed, funded.root, 9)
+    [seen] = funded.store.read(lapses.lapsed, funded.root, 9, 0)
     [message] = funded.store.read(outbox.silent, funded.root, 9)
-    settlement.renew(funded.store, funded.settings, [renewed.task_id], BOOT)
+    settlement.renew(funded.store, funded.settings, [renewed.task_id], BOOT, [])
     funded.run(started)
     before = funded.dump()
     funded.store.run(lapses.postpone, funded.root, seen, SECOND_US)

@@ -14,7 +14,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.store import claims, outbox
 from celery_budget.store.schema import attempts
 from celery_budget.store.schema import outbox as outbox_table
-from tests.cluster import WAIT, Cluster, eventually
+from tests.cluster import SHORT_LEASES, WAIT, Cluster, eventually
 
 pytestmark = pytest.mark.fault
 
@@ -28,7 +28,7 @@ def _lease_until(cluster: Cluster) -> int:
 def test_leases_live_through_a_warm_shutdown(
     embedded: dict[str, Any], make_cluster: Callable[..., Cluster], task: str
 ) -> None:
-    cluster = make_cluster(**embedded, budget_lease_seconds=2)
+    cluster = make_cluster(**embedded, **SHORT_LEASES)
     cluster.budget.set("tenant:a", limit=100, unit="tokens")
     result = cluster.task(task).delay("go", "a")
     cluster.beat()

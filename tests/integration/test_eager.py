@@ -30,7 +30,7 @@ from celery_budget.errors import NotInstalled, RequestNotRun
 from celery_budget.integration import eager
 from celery_budget.integration.context import current_attempt
 from celery_budget.store import schema
-from tests.cluster import ROOT, WAIT, eventually
+from tests.cluster import ROOT, SHORT_LEASES, WAIT, eventually
 from tests.integration.support import Shop, make_app
 
 TENANT = "tenant:{tenant}"
@@ -707,7 +707,7 @@ def test_tasks_without_a_budget_are_left_alone(make_shop: Callable[..., Shop]) -
 
 
 def test_a_run_longer_than_its_lease_keeps_it(make_shop: Callable[..., Shop]) -> None:
-    works = Works(make_shop(budget_lease_seconds=2))
+    works = Works(make_shop(**SHORT_LEASES))
     went_on = threading.Event()
 
     def lease() -> int:
@@ -739,7 +739,7 @@ def _renewing() -> list[str]:
 
 
 def test_a_forked_child_renews_nothing_of_its_parents(make_shop: Callable[..., Shop]) -> None:
-    works = Works(make_shop(budget_lease_seconds=2))
+    works = Works(make_shop(**SHORT_LEASES))
     work = works.work
 
     def forks(tenant: str = "a") -> int:
@@ -761,7 +761,12 @@ from celery import Celery
 from celery_budget import CeleryBudget, budgeted, usage
 
 app = Celery("killed", set_as_current=True)
-app.conf.update(budget_database_url=sys.argv[1], budget_lease_seconds=1)
+app.conf.update(
+    budget_database_url=sys.argv[1],
+    budget_lease_seconds=1,
+    budget_publish_seconds=1,
+    budget_lock_seconds=1,
+)
 CeleryBudget(app)
 
 @budgeted(budget="tenant:a", estimate=6)

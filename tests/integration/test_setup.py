@@ -37,13 +37,13 @@ def test_a_configuration_object_after_the_budget(sqlite_url: str) -> None:
         task_default_queue = "config-object"
         budget_database_url = sqlite_url
         budget_root = "elsewhere"
-        budget_lease_seconds = 7
+        budget_lease_seconds = 37
 
     app = Celery("configured", set_as_current=False)
     budget = CeleryBudget(app)
     app.config_from_object(Config)
     assert budget.settings.database_url == sqlite_url
-    assert (budget.settings.root, budget.settings.lease_seconds) == ("elsewhere", 7.0)
+    assert (budget.settings.root, budget.settings.lease_seconds) == ("elsewhere", 37.0)
     app.close()
 
 

@@ -315,7 +315,7 @@ def test_leases_are_renewed(ledger: Ledger, costs: Expect) -> None:
     requests = [ledger.start()[0] for _ in range(3)]
     with costs("renew three"):
         renewed = settlement.renew(
-            ledger.store, ledger.settings, [request.task_id for request in requests], BOOT
+            ledger.store, ledger.settings, [request.task_id for request in requests], BOOT, []
         )
     assert renewed == 3
 

@@ -437,6 +437,8 @@ def test_everything_open_goes_on(first: First) -> None:
     assert not ledger.row(requests["repeating"]).unmetered
 
     assert ledger.store.run(_release, requests["cancelled"]) is not None
+    for name in ("lapsed", "early", "unclosed"):
+        ledger.lapse(requests[name])
     recovered = ledger.recover()
     assert (recovered.rerun, recovered.lost) == (1, 1)
     assert (recovered.replayed, recovered.republished) == (1, 1)

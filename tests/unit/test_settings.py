@@ -77,6 +77,7 @@ BAD: list[Any] = [
     ("effect_retention_seconds", 0, "above 0"),
     ("effect_retention_seconds", 86_399, "by budget_park_seconds a message may come again"),
     ("lease_seconds", 0.5, "shorter than a second"),
+    ("lease_seconds", 29, "shorter than budget_publish_seconds (30.0)"),
     ("lease_seconds", 0, "above 0"),
     ("lease_seconds", -1, "above 0"),
     ("lease_seconds", "60", "a number"),
@@ -116,17 +117,26 @@ def test_times_are_told_in_the_units_of_the_store() -> None:
         database_url=URL,
         lease_seconds=1.5,
         park_seconds=2,
-        publish_seconds=3,
+        publish_seconds=1.25,
         republish_seconds=4,
         effect_retention_seconds=5,
+        lookup_seconds=6,
         lock_seconds=0.25,
     )
     assert settings.lease_us == 1_500_000
     assert settings.park_us == 2_000_000
-    assert settings.publish_us == 3_000_000
+    assert settings.publish_us == 1_250_000
+    assert settings.lookup_us == 6_000_000
+    assert (settings.renew_seconds, settings.renew_us) == (0.375, 375_000)
     assert settings.republish_us == 4_000_000
     assert settings.effect_retention_us == 5_000_000
     assert settings.lock_ms == 250
+
+
+def test_a_lease_is_longer_than_a_renewal_may_take() -> None:
+    with pytest.raises(ConfigurationError, match="shorter than budget_lock_seconds"):
+        read(database_url=URL, lock_seconds=61)
+    assert read(database_url=URL, lock_seconds=60).lock_ms == 60_000
 
 
 def test_no_lock_time_is_so_short_that_it_means_for_ever() -> None:

@@ -1,0 +1,188 @@
+"""Leases: suspected at a first look, taken at a second; an outage of the ledger is no lapse."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+import pytest
+import sqlalchemy as sa
+
+from celery_budget import settlement
+from celery_budget.recovery import Recovered
+from celery_budget.store import lapses
+from celery_budget.store.schema import now_us
+from tests.contract.racers import at_once
+from tests.contract.support import BOOT, RETURNED, Ledger
+
+SECOND_US = 1_000_000
+
+
+def clock(ledger: Ledger) -> int:
+    return int(
+        ledger.store.run(lambda connection: connection.execute(sa.select(now_us())).scalar())
+    )
+
+
+def over(ledger: Ledger, request: object, ago_us: int = SECOND_US) -> None:
+    """Let a request's lease be over since a while, and nobody have seen that."""
+    ledger.put(
+        "attempts",
+        {"lease_until_us": clock(ledger) - ago_us, "suspected_us": None},
+        reservation_id=request.reservation_id,  # type: ignore[attr-defined]
+    )
+
+
+def looked(ledger: Ledger, ago_us: int) -> None:
+    """Let a sweep have looked last a while ago."""
+    ledger.recover()
+    ledger.put("sweeps", {"seen_us": clock(ledger) - ago_us})
+
+
+def suspicions(ledger: Ledger) -> list[bool]:
+    return [row.suspected_us is not None for row in ledger.rows("attempts")]
+
+
+def test_a_lease_is_taken_at_a_second_look(funded: Ledger) -> None:
+    request, _ = funded.start(10)
+    over(funded, request)
+    assert funded.recover() == Recovered()
+    assert suspicions(funded) == [True]
+    assert funded.recover() == Recovered(), "a worker has a turn to renew it"
+    since = clock(funded) - funded.settings.renew_us
+    funded.put("attempts", {"suspected_us": since + 60 * SECOND_US})
+    assert funded.recover() == Recovered()
+    funded.put("attempts", {"suspected_us": since})
+    assert funded.recover() == Recovered(rerun=1)
+
+
+def test_a_worker_that_renews_between_the_looks_keeps_its_attempt(funded: Ledger) -> None:
+    request, attempt = funded.start(10)
+    funded.lapse(request)
+    ids = [request.task_id]
+    assert settlement.renew(funded.store, funded.settings, ids, BOOT, []) == 1
+    assert suspicions(funded) == [False]
+    assert funded.recover() == Recovered()
+    over(funded, request)
+    assert funded.recover() == Recovered(), "a lease that is over once more is seen anew"
+    assert attempt.end(RETURNED)
+
+
+def test_a_replay_is_suspected_anew(funded: Ledger) -> None:
+    request, attempt = funded.start(10)
+    attempt.end(RETURNED)
+    funded.lapse(request)
+    assert funded.recover() == Recovered(replayed=1)
+    assert suspicions(funded) == [False]
+    funded.lapse(request)
+    replay = funded.deliver(request)
+    assert replay.replay is not None
+    assert suspicions(funded) == [False]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_outage_starts_no_storm(funded: Ledger, early: bool) -> None:
+    looked(funded, 2 * funded.settings.lease_us)
+    requests = [funded.start(1, late_ack=not early)[0] for _ in range(20)]
+    for request in requests:
+        over(funded, request)
+    before = clock(funded)
+    assert funded.recover() == Recovered()
+    for row in funded.rows("attempts"):
+        left_us = row.lease_until_us - before
+        assert 0 < left_us - funded.settings.lease_us < 60 * SECOND_US, "a whole lease anew"
+    # As if the second look had come.
+    funded.put("attempts", {"suspected_us": 1})
+    assert funded.recover() == Recovered()
+    ids = [request.task_id for request in requests]
+    assert settlement.renew(funded.store, funded.settings, ids, BOOT, []) == 20
+    assert funded.results.told == []
+
+
+def test_a_gap_extends_by_its_length(funded: Ledger) -> None:
+    """Less than a lease: what was over before nearly all of it is over after it, too."""
+    lease_us = funded.settings.lease_us
+    gap_us = lease_us * 3 // 4
+    looked(funded, gap_us)
+    request, _ = funded.start(1)
+    over(funded, request, gap_us // 2)
+    before = funded.rows("attempts")[0].lease_until_us
+    assert funded.recover() == Recovered()
+    extended = funded.rows("attempts")[0].lease_until_us - before
+    assert 0 <= extended - gap_us < 60 * SECOND_US
+
+
+def test_no_gap_extends_nothing(funded: Ledger) -> None:
+    looked(funded, funded.settings.lease_us // 4)
+    request, _ = funded.start(1)
+    over(funded, request)
+    before = funded.rows("attempts")[0].lease_until_us
+    funded.recover()
+    assert funded.rows("attempts")[0].lease_until_us == before
+    assert suspicions(funded) == [True]
+
+
+def test_what_was_suspected_before_a_gap_is_not_extended_again(funded: Ledger) -> None:
+    """A worker that is gone is gone, however often the ledger is away."""
+    request, _ = funded.start(1)
+    funded.lapse(request)
+    looked(funded, 2 * funded.settings.lease_us)
+    assert funded.state(request) == "waiting"
+
+
+def test_the_first_sweep_ever_finds_no_gap(funded: Ledger) -> None:
+    request, _ = funded.start(1)
+    over(funded, request)
+    assert funded.rows("sweeps") == []
+    before = funded.rows("attempts")[0].lease_until_us
+    funded.recover()
+    assert funded.rows("attempts")[0].lease_until_us == before
+    assert len(funded.rows("sweeps")) == 1
+
+
+def test_several_sweeps_look_at_once(funded: Ledger) -> None:
+    requests = [funded.start(1)[0] for _ in range(10)]
+    for request in requests:
+        over(funded, request)
+    at_once([funded.recover for _ in range(4)])
+    assert len(funded.rows("sweeps")) == 1
+    assert suspicions(funded) == [True] * 10
+    funded.put("attempts", {"suspected_us": 1})
+    results = at_once([funded.recover for _ in range(4)])
+    assert sum(one.rerun for one in results) == 10
+    assert [row.publishes for row in funded.rows("outbox")] == [0] * 10
+
+
+def test_what_a_dead_process_ran_is_not_renewed(funded: Ledger) -> None:
+    request = funded.reserve(1)
+    funded.run(request, pid=4242)
+    ids = [request.task_id]
+    for living, renewed in (([4242], 1), ([1, 4242], 1), ([1], 0), ([], 0)):
+        found = settlement.renew(funded.store, funded.settings, ids, BOOT, living)
+        assert found == renewed, living
+
+
+def test_another_machine_may_have_the_same_process_id(funded: Ledger) -> None:
+    request = funded.reserve(1)
+    funded.run(request, pid=4242)
+    other = uuid.uuid4()
+    assert not settlement.renew(funded.store, funded.settings, [request.task_id], other, [4242])
+
+
+def test_a_lost_attempt_is_not_run_again_where_its_task_says_so(funded: Ledger) -> None:
+    request = funded.reserve(10)
+    attempt = funded.run(request, may_rerun=False)
+    attempt.record(4)
+    funded.lapse(request)
+    assert funded.recover() == Recovered(lost=1, told=1)
+    assert (funded.state(request), funded.balance()) == ("lost", (0, 10))
+
+
+def test_a_short_lease_has_a_short_second_look(funded: Ledger) -> None:
+    funded.settings = replace(funded.settings, lease_seconds=0.001)
+    request, _ = funded.start(1)
+    over(funded, request, 0)
+    assert funded.store.run(lapses.lapsed, funded.root, 9, funded.settings.renew_us) == []
+    funded.put("attempts", {"suspected_us": clock(funded) - 1000})
+    [seen] = funded.store.run(lapses.lapsed, funded.root, 9, funded.settings.renew_us)
+    assert seen.reservation_id == request.reservation_id
