@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kombu.message import Message
+from kombu.serialization import prepare_accept_content
 
 from celery_budget import metering
 from celery_budget.core.amounts import check_amount
@@ -86,7 +87,7 @@ class TaskInquiries:
             content_type=envelope.content_type,
             content_encoding=envelope.content_encoding,
             headers=envelope.headers,
-            accept=self._budget.app.conf.accept_content,
+            accept=prepare_accept_content(self._budget.app.conf.accept_content),
         )
         body = message.decode()
         if isinstance(body, Mapping):

@@ -136,6 +136,8 @@ class _Running:
     def _run_inquiries(self) -> None:
         store, settings = self._budget.store, self._budget.settings
         tasks = TaskInquiries(self._budget)
+        # A task's own function finds its application as it does in a worker.
+        self._budget.app.set_current()
         self._again_and_again("inquiries", lambda: inquiry.run_once(store, settings, tasks))
 
     def _again_and_again(self, what: str, step: Callable[[], object]) -> None:

@@ -134,4 +134,6 @@ def _attempt_events(attempt: Row) -> Iterator[_Event]:
     else:
         yield _Event(attempt["started_us"], _STARTED, started)
         left = "" if lease_us is None else ", not closed yet"
+        if left and attempt["outcome"] == "uncertain":
+            left = ", its task is asked what became of it"
         yield _Event(attempt["ended_us"], _RETURNED, f"{name} {attempt['outcome']}{left}")

@@ -46,6 +46,14 @@ LONGEST_WAIT_SECONDS = 5.0
 #: How long a thread waits for the others of its process that use the same SQLite file.
 GATE_SECONDS = 30.0
 
+#: A transaction that does nothing for so many times as long as others wait for its locks is broken
+#: off: its process was stopped, or its machine cut off, and would hold them for as long.
+IDLE = 2
+_LIMITS = sa.text(
+    "SELECT set_config('lock_timeout', :lock, true),"
+    " set_config('idle_in_transaction_session_timeout', :idle, true)"
+)
+
 #: What PostgreSQL calls a lock that was not had in time.
 LOCK_NOT_AVAILABLE = "55P03"
 #: Marks a connection whose transaction only reads.
@@ -134,8 +142,7 @@ class Store:
         with self.translated(), self._gated(), self._engine.begin() as connection:
             if self.dialect == "postgresql":
                 connection.execute(
-                    sa.text("SELECT set_config('lock_timeout', :ms, true)"),
-                    {"ms": str(self._lock_ms)},
+                    _LIMITS, {"lock": str(self._lock_ms), "idle": str(IDLE * self._lock_ms)}
                 )
             yield connection
 
@@ -443,7 +450,9 @@ def _create_engine(
             # What is decided behind a lock is decided by what was committed before it was had.
             options.setdefault("isolation_level", "READ COMMITTED")
         engine = sa.create_engine(
-            parsed.difference_update_query(arguments), connect_args=arguments, **options
+            parsed.difference_update_query(["prepare_threshold"]),
+            connect_args=arguments,
+            **options,
         )
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         raise ConfigurationError(f"{setting} cannot be used: {error}") from error
@@ -452,22 +461,36 @@ def _create_engine(
     return engine
 
 
+#: How long psycopg waits for a server that does not answer, in seconds and milliseconds: without
+#: these a network that swallows packets holds up a renewal for longer than any lease.
+_TIMES = {
+    "connect_timeout": 10,
+    "tcp_user_timeout": 10_000,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 2,
+}
+
+
 def _psycopg_arguments(url: sa.URL, setting: str) -> dict[str, Any]:
-    """Return what a URL says that is for psycopg itself and not text to it.
+    """Return what psycopg is given beside the URL, and what the URL says that is no text to it.
 
     Behind a proxy that pools transactions, statements must not be prepared in a session.
     """
-    written = url.query.get("prepare_threshold")
-    if written is None or url.get_backend_name() != "postgresql":
+    if url.get_driver_name() != "psycopg":
         return {}
+    times = {name: value for name, value in _TIMES.items() if name not in url.query}
+    written = url.query.get("prepare_threshold")
+    if written is None:
+        return times
     if written == "none":
-        return {"prepare_threshold": None}
+        return {**times, "prepare_threshold": None}
     if not isinstance(written, str) or not written.isascii() or not written.isdigit():
         raise ConfigurationError(
             f"{setting} has prepare_threshold={written!r}; give a number of executions "
             "after which a statement is prepared, or 'none' behind a proxy that pools transactions"
         )
-    return {"prepare_threshold": int(written)}
+    return {**times, "prepare_threshold": int(written)}
 
 
 def _absolute(database: str) -> bool:

@@ -251,3 +251,42 @@ def test_statements_are_prepared_as_the_url_says(
     with store.statement() as connection:
         assert bool(connection.execute(count).scalar_one()) is prepared
     store.dispose()
+
+
+@pytest.mark.parametrize(
+    ("query", "connect", "user"), [("", "10", "10000"), ("?connect_timeout=3", "3", "10000")]
+)
+def test_no_server_is_waited_for_without_an_end(
+    funded: Ledger, store_url: str, query: str, connect: str, user: str
+) -> None:
+    if funded.store.dialect == "sqlite":
+        pytest.skip("SQLite has no server")
+    store = Store(f"{store_url}{query}")
+    with store.statement() as connection:
+        given = connection.connection.driver_connection.info.get_parameters()
+    assert (given["connect_timeout"], given["tcp_user_timeout"]) == (connect, user)
+    assert given["keepalives_idle"] == "10"
+    store.dispose()
+
+
+def test_who_stands_still_in_a_transaction_loses_its_locks(funded: Ledger, store_url: str) -> None:
+    """A process that was stopped would hold them for as long as it is."""
+    if funded.store.dialect == "sqlite":
+        pytest.skip("SQLite's lock is the process's")
+    request = funded.reserve(1)
+    query = (
+        sa.select(schema.reservations.c.state)
+        .where(schema.reservations.c.reservation_id == request.reservation_id)
+        .with_for_update()
+    )
+    slow = Store(store_url, lock_seconds=0.1)
+
+    def stand_still(connection: sa.Connection) -> None:
+        connection.execute(query)
+        assert funded.store.run(lambda other: other.execute(query).scalar()) == "reserved"
+        connection.execute(query)
+
+    with pytest.raises(StoreError) as caught, slow.transaction() as connection:
+        stand_still(connection)
+    assert caught.value.retryable
+    slow.dispose()
