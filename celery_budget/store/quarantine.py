@@ -198,7 +198,8 @@ def requeue(
     One that has failed begins anew: with no attempt, and no retry.
 
     :raises RequestConflict: where its request was admitted again meanwhile. Nothing was changed.
-    :raises RequestEnding: where it has failed just now, and its result is still to be stored.
+    :raises RequestEnding: where it has failed just now, and its result is still to be stored; of
+        what drew on no budget, where its result is being stored.
     :raises OutboxFull, UnknownBudget, Unready: as by ``reserve``.
     """
     row = _lock(connection, root, some_id)
@@ -206,6 +207,8 @@ def requeue(
         return Missing()
     message = message_of(row, row.due_us)
     if row.request is None:
+        if untold.is_being_told(connection, root, row.task_id):
+            raise RequestEnding(row.task_id)
         outbox.lock_orders(connection, root, [message])
         if row.parent_id is not None:
             claims.recall(connection, root, row.parent_id, row.task_id)
