@@ -55,7 +55,7 @@ MEANING = {
     "released": "never ran, nothing charged",
     "lost": "ran, outcome unknown, charged",
     "over": "used more than estimated",
-    "unmetered": "recorded no usage; charged the estimate",
+    "unmetered": "an attempt did not tell all its usage; charged its estimate",
     "unreserved": "reached a worker without a reservation",
 }
 
