@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from typing import Any
@@ -35,13 +36,23 @@ class BudgetGroup(DYMGroup):
         try:
             return super().invoke(ctx)
         except (InvalidName, InvalidPeriod) as error:
-            raise WrongUse(printable(str(error))) from error
+            raise WrongUse(_said(ctx, str(error))) from error
         except BudgetError as error:
-            raise click.ClickException(printable(str(error))) from error
+            raise click.ClickException(_said(ctx, str(error))) from error
         except click.UsageError as error:
             told = " ".join(error.format_message().split())
             command = (error.ctx or ctx).command_path
             raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
+
+
+def _said(ctx: click.Context, told: str) -> str:
+    return printable(_called(ctx, told))
+
+
+def _called(ctx: click.Context, told: str) -> str:
+    """Return what is said, with the commands it names as they are called here."""
+    app = ctx.find_root().params.get("app")
+    return told.replace("-A PROJ ", f"-A {shlex.quote(app)} ") if isinstance(app, str) else told
 
 
 @click.group(cls=BudgetGroup)
@@ -98,4 +109,5 @@ def show(ctx: click.Context, what: dict[str, Any] | RenderableType) -> None:
             colour=terminal and not ctx.obj.no_color,
             encoding=sys.stdout.encoding or "utf-8",
         )
+        text = _called(ctx, text)
     click.echo(text, nl=False)

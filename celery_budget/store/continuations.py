@@ -45,7 +45,7 @@ from celery_budget.store.reservations import (
     set_holds,
     write_lines,
 )
-from celery_budget.store.schema import now_us, reservations
+from celery_budget.store.schema import attempts, now_us, reservations
 
 #: Why parked work ends that waited longer than it may.
 GIVEN_UP = "park_expired"
@@ -355,8 +355,7 @@ def cancel(
             parked.unpark(connection, root, waits)
         released = release(connection, root, row.reservation_id, CANCELLED)
         if isinstance(released, Running):
-            _mark_cancelled(connection, row)
-            return Cancelling()
+            return Cancelling(_mark_cancelled(connection, row))
         if isinstance(released, Released):
             untold.note(connection, root, task_id, CANCELLED, row.reservation_id)
         return released
@@ -371,8 +370,11 @@ def cancel(
     return Released(task_id, "released")
 
 
-def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> None:
-    """Note, once, that a request was cancelled while it ran. The caller holds its row."""
+def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> str:
+    """Note, once, that a request was cancelled while it ran; return who runs it.
+
+    The caller holds its row.
+    """
     if row.cancelled_us is None:
         connection.execute(
             reservations.update()
@@ -382,6 +384,14 @@ def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> None:
             )
             .values(cancelled_us=now_us())
         )
+    worker = connection.execute(
+        sa.select(attempts.c.worker).where(
+            attempts.c.root == row.root,
+            attempts.c.reservation_id == row.reservation_id,
+            attempts.c.attempt == row.attempts,
+        )
+    ).scalar()
+    return str(worker or "")
 
 
 def is_cancelled(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:

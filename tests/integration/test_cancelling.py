@@ -12,6 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import TaskRevokedError
 
 from celery_budget import RequestRuns, UnknownRequest, budgeted, usage
+from celery_budget.integration import install
 from celery_budget.integration.context import attach
 from celery_budget.integration.execution import AttemptBackend
 from tests.cluster import Cluster, eventually
@@ -97,30 +98,64 @@ def test_a_running_one_is_shown_with_its_cancellation(shop: Shop, run: Run) -> N
     assert shop.budget.reconcile().open_work["cancelling"] == 0
 
 
-@pytest.mark.parametrize("json", [False, True])
-def test_only_what_runs_is_terminated(
-    shop: Shop, run: Run, json: bool, monkeypatch: pytest.MonkeyPatch
+ANSWERS = {
+    "terminated": [{"w@host": {"ok": "terminate: TASK"}}],
+    "unknown": [{"w@host": {"ok": "terminate: tasks unknown"}}],
+    "cannot": [{"w@host": {"error": "NotImplementedError()"}}],
+    "nobody": [],
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_a_worker_says_of_a_termination_is_told(
+    shop: Shop, run: Run, answer: str, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    told: list[Any] = []
-    monkeypatch.setattr(
-        shop.app.control, "revoke", lambda task_id, **options: sent.append((task_id, options))
-    )
+
+    def revoke(task_id: str, **options: Any) -> Any:
+        sent.append((task_id, options))
+        said = ANSWERS[answer]
+        return said and [
+            {node: {kind: text.replace("TASK", task_id) for kind, text in reply.items()}}
+            for one in said
+            for node, reply in one.items()
+        ]
+
+    monkeypatch.setattr(shop.app.control, "revoke", revoke)
+    shop.app.conf.worker_enable_remote_control = listens
+    ledger = Ledger(shop.budget.store, shop.budget.settings)
+    waits = ledger.reserve(1, budget="tenant:a")
+    assert shop.budget.cancel(waits.task_id, terminate=True) == "ended"
+    request = ledger.reserve(1, budget="tenant:a")
+    ledger.run(request, worker="w@host/123")
+    assert sent == []
+    done = run(shop.app, "cancel", request.task_id, "--terminate")
+    options = {"destination": ["w@host"], "terminate": True, "signal": "SIGTERM", "reply": True}
+    assert sent == [(request.task_id, {**options, "timeout": 3.0, "limit": 1})]
+    if answer == "terminated":
+        assert done.out == f"{request.task_id} runs; its worker ends the process that runs it\n"
+    else:
+        no_answer = "it was asked to stop, and no worker says that it ends its process"
+        deaf = "" if listens else "; with worker_enable_remote_control off none can be asked"
+        assert done.out == f"{request.task_id} runs; {no_answer}{deaf}\n"
+    again = run(shop.app, "cancel", request.task_id, "--terminate", "--json").json
+    outcome = "terminated" if answer == "terminated" else "requested"
+    assert again == {"cancelled": request.task_id, "outcome": outcome}
+
+
+def test_nobody_is_asked_to_end_what_runs_in_place(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(shop.app.control), "revoke")
+    outcomes: list[str] = []
 
     def body(self: Any) -> None:
-        more = ["--json"] if json else []
-        told.append(run(shop.app, "cancel", self.request.id, "--terminate", *more))
+        outcomes.append(shop.budget.cancel(self.request.id, terminate=True))
 
-    task = declare(shop, body, bind=True)
-    shop.budget.cancel(task.delay().id, terminate=True)
-    assert sent == []
-    result = task.apply()
-    assert sent == [(result.id, {"terminate": True, "signal": "SIGTERM"})]
-    [done] = told
-    if json:
-        assert done.json == {"cancelled": result.id, "outcome": "requested"}
-    else:
-        assert done.out == f"{result.id} runs; its worker was asked to end its process\n"
+    declare(shop, body, bind=True).apply().get()
+    assert outcomes == ["requested"]
 
 
 def test_one_that_was_retried_just_before_stays_revoked(on_both: Shop) -> None:
@@ -181,9 +216,10 @@ def test_a_cancelled_task_does_not_come_again(tenant: Tenant, then: str) -> None
 
 @pytest.mark.redis
 @pytest.mark.postgres
-def test_a_running_task_is_terminated(tenant: Tenant) -> None:
+def test_a_running_task_is_terminated(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "ANSWER_SECONDS", float(WAIT))
     result = running(tenant, "slow", 60)
-    assert tenant.cluster.budget.cancel(result.id, terminate=True) == "requested"
+    assert tenant.cluster.budget.cancel(result.id, terminate=True) == "terminated"
     with pytest.raises(TaskRevokedError):
         result.get(timeout=WAIT)
     tenant.spent(6)
