@@ -19,7 +19,7 @@ from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
 from celery_budget.render.text import as_text, printable
 
-__all__ = ["budget", "installed_of", "json_option", "show"]
+__all__ = ["budget", "called", "installed_of", "json_option", "show"]
 
 
 class WrongUse(click.ClickException):
@@ -36,20 +36,16 @@ class BudgetGroup(DYMGroup):
         try:
             return super().invoke(ctx)
         except (InvalidName, InvalidPeriod) as error:
-            raise WrongUse(_said(ctx, str(error))) from error
+            raise WrongUse(printable(called(ctx, str(error)))) from error
         except BudgetError as error:
-            raise click.ClickException(_said(ctx, str(error))) from error
+            raise click.ClickException(printable(called(ctx, str(error)))) from error
         except click.UsageError as error:
             told = " ".join(error.format_message().split())
             command = (error.ctx or ctx).command_path
             raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
 
 
-def _said(ctx: click.Context, told: str) -> str:
-    return printable(_called(ctx, told))
-
-
-def _called(ctx: click.Context, told: str) -> str:
+def called(ctx: click.Context, told: str) -> str:
     """Return what is said, with the commands it names as they are called here."""
     app = ctx.find_root().params.get("app")
     return told.replace("-A PROJ ", f"-A {shlex.quote(app)} ") if isinstance(app, str) else told
@@ -109,5 +105,5 @@ def show(ctx: click.Context, what: dict[str, Any] | RenderableType) -> None:
             colour=terminal and not ctx.obj.no_color,
             encoding=sys.stdout.encoding or "utf-8",
         )
-        text = _called(ctx, text)
+        text = called(ctx, text)
     click.echo(text, nl=False)

@@ -157,6 +157,20 @@ def written(
     )
 
 
+def arguments_of(envelope: str) -> tuple[str | None, str | None]:
+    """Return how Celery has written a message's arguments, positional ones and those by name.
+
+    None where that cannot be read, or is not there.
+    """
+    try:
+        headers = loads(envelope)["headers"]
+        found = headers.get("argsrepr"), headers.get("kwargsrepr")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None, None
+    args, kwargs = (one if isinstance(one, str) else None for one in found)
+    return args, kwargs
+
+
 def with_header(message: WireMessage, name: str, value: str | int) -> WireMessage:
     """Return a stored message with another value of one header.
 

@@ -121,9 +121,7 @@ def failed(connection: Connection, root: str, seen: Untold) -> None:
     tries = abs(seen.tries) + 1
     connection.execute(
         untold.update()
-        .where(
-            untold.c.root == root, untold.c.untold_id == seen.untold_id, untold.c.tries == tries
-        )
+        .where(untold.c.root == root, untold.c.untold_id == seen.untold_id, untold.c.tries == tries)
         .values(tries=-tries)
     )
 

@@ -134,9 +134,7 @@ def test_a_later_attempt_gets_what_was_stored(funded: Ledger) -> None:
 
 @pytest.mark.parametrize("followed", ["retried", "lost"])
 @pytest.mark.parametrize("told", ["both", "tokens", "nothing", "elsewhere"])
-def test_what_is_got_of_an_effect_is_charged_once(
-    funded: Ledger, followed: str, told: str
-) -> None:
+def test_what_is_got_of_an_effect_is_charged_once(funded: Ledger, followed: str, told: str) -> None:
     """The attempt that had it has told what it used; one that did something else is no proof."""
     funded.set("money", unit="micro-usd")
     request = funded.reserve(10, ("money", 20))
