@@ -65,6 +65,7 @@ __all__ = [
     "cancel",
     "claim",
     "go_on",
+    "leaves_chord",
     "renew",
     "revoke",
     "standing",
@@ -505,11 +506,19 @@ def worker_lost(
     return False
 
 
+def leaves_chord(store: Store, root: str, reservation_id: uuid.UUID) -> bool:
+    """Tell whether a request was cancelled, so that its chord is still to be told."""
+    return store.wait_out_reading(None, continuations.leaves_chord, root, reservation_id)
+
+
 def cancel(
-    store: Store, settings: Settings, task_id: str
+    store: Store,
+    settings: Settings,
+    task_id: str,
+    last: continuations.Last = lambda message: None,
 ) -> Released | Cancelling | Closed | Missing:
     """End the request of a task, or mark one that runs: :func:`continuations.cancel`, committed."""
-    return store.run(continuations.cancel, settings.root, task_id)
+    return store.run(continuations.cancel, settings.root, task_id, last)
 
 
 def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:

@@ -171,7 +171,20 @@ def arguments_of(envelope: str) -> tuple[str | None, str | None]:
     return args, kwargs
 
 
-def with_header(message: WireMessage, name: str, value: str | int) -> WireMessage:
+def last_of_chord(message: WireMessage) -> WireMessage | None:
+    """Return the message by which a worker tells the chord of a task that was cancelled.
+
+    The same one, due at once; none for a task that is in no group, or cannot be read.
+    """
+    try:
+        if loads(message.envelope)["headers"].get("group") is None:
+            return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return with_header(with_header(message, "eta", None), "expires", None)
+
+
+def with_header(message: WireMessage, name: str, value: str | int | None) -> WireMessage:
     """Return a stored message with another value of one header.
 
     :raises UnsupportedPublication: where it cannot be read.

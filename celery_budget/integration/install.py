@@ -17,6 +17,7 @@ from celery_budget.errors import BudgetError, NotInstalled, PolicyError, Request
 from celery_budget.integration import canvas, eager_canvas
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
+from celery_budget.integration.capture import last_of_chord
 from celery_budget.integration.context import find_installed, install_on
 from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
@@ -86,7 +87,7 @@ class CeleryBudget(Ledger):
         :raises RequestRuns: where it has run and ended; nothing was changed.
         :raises Exception: as ``app.control.revoke``, once the request is marked as cancelled.
         """
-        outcome = settlement.cancel(self.store, self.settings, task_id)
+        outcome = settlement.cancel(self.store, self.settings, task_id, last_of_chord)
         if isinstance(outcome, Missing):
             raise UnknownRequest(task_id)
         if isinstance(outcome, Closed):

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import states
+from celery import chord, group, states
 from celery.app.task import Context
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import ChordError, TaskRevokedError
 
 from celery_budget import RequestRuns, UnknownRequest, budgeted, usage
 from celery_budget.integration import install
 from celery_budget.integration.context import attach
 from celery_budget.integration.execution import AttemptBackend
+from celery_budget.store import schema
 from tests.cluster import Cluster, eventually
 from tests.contract.support import RETRIED, Ledger
 from tests.integration.commands import Run, runner
@@ -238,6 +239,58 @@ def test_a_retry_that_waits_is_not_started(tenant: Tenant) -> None:
     with pytest.raises(TaskRevokedError):
         result.get(timeout=WAIT)
     tenant.spent(1)
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+@pytest.mark.parametrize("member", ["eta", "waits", "runs", "rejects"])
+def test_the_chord_of_a_cancelled_member_fails_as_where_celery_revokes_it(
+    tenant: Tenant, member: str
+) -> None:
+    work, name = tenant.task("work"), tenant.name
+    cancelled = {
+        "eta": work.s("late", name).set(countdown=3600),
+        "waits": tenant.task("retried").s(1, name, countdown=3600),
+        "runs": tenant.task("stoppable").s(name, "retry"),
+        "rejects": tenant.task("stoppable").s(name, "reject"),
+    }
+    whole = chord([work.s("early", name), cancelled[member]])(tenant.task("total").s(name))
+    early, result = whole.parent.results
+    early.get(timeout=WAIT)
+    if member == "waits":
+        eventually(lambda: result.state, lambda state: state == states.RETRY)
+    elif member != "eta":
+        eventually(lambda: f"stoppable {name}" in tenant.cluster.journal(), what="its start")
+    runs = member in ("runs", "rejects")
+    assert tenant.cluster.budget.cancel(result.id) == ("requested" if runs else "ended")
+    with pytest.raises(ChordError, match="cancelled"):
+        tenant.cluster.app.AsyncResult(whole.id).get(timeout=WAIT)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=WAIT)
+    used = {"eta": 0, "waits": 1}.get(member, 2)
+    eventually(lambda: tenant.cluster.budget.balance(tenant.budget).reserved, lambda one: one == 0)
+    assert tenant.story(result.id).reservation["reason"] == "cancelled"
+    [line] = tenant.story(result.id).lines
+    assert line["settled"] == used
+    assert tenant.cluster.journal().count(f"late {name}") == 0
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_what_tells_a_chord_is_published_once_and_draws_on_nothing(
+    on_both: Shop, grouped: bool
+) -> None:
+    task = declare(on_both, nothing)
+    countdown = task.s().set(countdown=3600)
+    result = group([countdown]).apply_async().results[0] if grouped else countdown.apply_async()
+    for _ in range(2):
+        assert on_both.budget.cancel(result.id) == "ended"
+    left = on_both.rows(schema.outbox)
+    assert [(row.reservation_id, row.task_id) for row in left] == [(None, result.id)] * grouped
+    assert on_both.relay().published == int(grouped)
+    assert on_both.relay().published == 0
+    assert [one.headers["eta"] for one in on_both.received()] == [None] * grouped
+    assert on_both.amounts("tenant:a") == (0, 0, 10)
+    assert on_both.rows(schema.outbox) == []
 
 
 @pytest.mark.redis
