@@ -8,12 +8,14 @@ import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import Any, TypeVar
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 from celery_budget import metering
 from celery_budget.core.identity import new_id
-from celery_budget.errors import BudgetError, InvalidReply
-from celery_budget.integration.replies import record_reply
+from celery_budget.errors import BudgetError
+from celery_budget.integration.replies import id_of, record_reply
 from celery_budget.metering import Reply
-from celery_budget.settlement import Attempt
+from celery_budget.settlement import Attempt, fits_as_key
 
 __all__ = ["Reading", "pass_on", "pass_on_async"]
 
@@ -32,6 +34,8 @@ class Reading:
 
     def __init__(self, attempt: Attempt, key: str | None, how: dict[str, Any]) -> None:
         self._attempt = attempt
+        if key is not None and not fits_as_key(key):
+            raise ValueError(f"usage key {key!r} cannot be one; see usage.record")
         # Of its own, for replies without an id: recording it again must add nothing.
         self._key, self._own_key = key, f"stream-{new_id()}"
         self._how = how
@@ -71,17 +75,27 @@ class Reading:
             logger.warning("of a reply that was not read to its end: %s", error)
 
     def _give_up(self) -> None:
-        self.finish(died=True)
+        """Do so at the end of the task's call, which nothing of a stream that was left holds up."""
+        try:
+            self.finish(died=True)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:
+            logger.exception("a reply that was not read to its end could not be recorded")
+            self._attempt.unfinished.remove(self._at_end)
 
-    def _record(self, died: bool) -> BudgetError | None:
+    def _record(self, died: bool) -> Exception | None:
         """Record the reply as far as it is there; return what is wrong with it."""
-        reply, unread = NOTHING, None
+        reply: Reply = NOTHING
+        unread: Exception | None = None
         whole = self._gathered.finished or not died
         try:
             reply = metering.read(self._gathered.reply, whole=whole, **self._how)
-        except InvalidReply as error:
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is something to pay for
             unread = error
-        key = self._key or reply.id or self._own_key
+        key = self._key or id_of(reply) or self._own_key
         try:
             record_reply(self._attempt, reply, key)
         except BudgetError as error:

@@ -137,6 +137,7 @@ def stream(
     and flagged ``unmetered``. What is asynchronous gives an asynchronous iterator.
 
     :param key: as for :func:`record`, as are the others; none for the reply's own id.
+    :raises ValueError: at once, for what is no key.
     :raises BudgetError: at its end, while it is read: as :func:`record`. A reply that cannot be
         read is charged the estimate before. One that is not read to its end raises nothing of ours.
     """
