@@ -17,7 +17,7 @@ from celery_budget.integration.replies import id_of, record_reply
 from celery_budget.metering import Reply
 from celery_budget.settlement import Attempt, fits_as_key
 
-__all__ = ["Reading", "pass_on", "pass_on_async"]
+__all__ = ["Either", "Reading", "pass_on", "pass_on_async"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,10 @@ def pass_on(reading: Reading, chunks: Iterable[T]) -> Iterator[T]:
             reading.finish(died)
         finally:
             if died and callable(close := getattr(chunks, "close", None)):
-                close()
+                closing = close()
+                if inspect.iscoroutine(closing):
+                    # Of one that can be read in both ways; nobody would await it.
+                    closing.close()
 
 
 async def pass_on_async(reading: Reading, chunks: AsyncIterable[T]) -> AsyncIterator[T]:
@@ -139,3 +142,37 @@ async def pass_on_async(reading: Reading, chunks: AsyncIterable[T]) -> AsyncIter
                     if inspect.isawaitable(closing):
                         await closing
                     break
+
+
+class Either:
+    """Chunks that can be read in both ways, as LiteLLM's: in the one in which they are read."""
+
+    def __init__(self, reading: Reading, chunks: Any) -> None:
+        self._reading, self._chunks = reading, chunks
+        self._reader: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._reader = self._reader or pass_on(self._reading, self._chunks)
+        reader: Iterator[Any] = self._reader
+        return reader
+
+    def __next__(self) -> Any:
+        return next(iter(self))
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        self._reader = self._reader or pass_on_async(self._reading, self._chunks)
+        reader: AsyncIterator[Any] = self._reader
+        return reader
+
+    async def __anext__(self) -> Any:
+        return await anext(aiter(self))
+
+    def close(self) -> None:
+        """Leave it, where it is read with ``for``."""
+        if self._reader is not None:
+            self._reader.close()
+
+    async def aclose(self) -> None:
+        """Leave it, where it is read with ``async for``."""
+        if self._reader is not None:
+            await self._reader.aclose()

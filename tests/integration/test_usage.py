@@ -467,6 +467,43 @@ def test_a_stream_that_cannot_be_read_is_charged_the_estimate(priced: Tasks) -> 
     assert priced.flags() == ["unmetered"]
 
 
+@pytest.mark.parametrize("until", [1, None])
+@pytest.mark.parametrize("how", ["for", "next", "async for", "anext"])
+def test_what_can_be_read_in_both_ways_is_read_in_either(
+    priced: Tasks, how: str, until: int | None
+) -> None:
+    """LiteLLM's streams have both."""
+    source = AsyncSource(CHUNKS)
+
+    async def read_it(stream: Any) -> list[Any]:
+        if how == "anext":
+            seen = [await anext(stream)]
+            if until is None:
+                seen += [chunk async for chunk in stream]
+        else:
+            seen = [chunk async for chunk in stream] if until is None else []
+            async for chunk in stream:
+                seen.append(chunk)
+                break
+        await stream.aclose()
+        return seen
+
+    def body() -> list[Any]:
+        stream = usage.stream(source)
+        if "a" in how:
+            return asyncio.run(read_it(stream))
+        seen = [next(stream)] if how == "next" else []
+        for chunk in stream:
+            if len(seen) == until:
+                break
+            seen.append(chunk)
+        stream.close()
+        return seen
+
+    assert priced.run(body) == CHUNKS[:until]
+    assert priced.spent() == ((45, 60) if until is None else (100, 500))
+
+
 @pytest.mark.parametrize("key", [5, "", "x" * 256, "\x00"], ids=["5", "none", "long", "null"])
 def test_what_is_no_key_is_told_before_a_stream_is_read(priced: Tasks, key: Any) -> None:
     source = Source(CHUNKS)
