@@ -38,7 +38,14 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.core.retries import Retries
 from celery_budget.core.usage import Used
-from celery_budget.errors import EnlistError, ReservationExhausted, StoreError
+from celery_budget.errors import (
+    BudgetError,
+    EnlistError,
+    InvalidAmount,
+    PolicyError,
+    ReservationExhausted,
+    StoreError,
+)
 from celery_budget.settings import Settings
 from celery_budget.store import (
     Connection,
@@ -64,7 +71,9 @@ __all__ = [
     "Within",
     "cancel",
     "claim",
+    "fits_as_key",
     "go_on",
+    "leaves_chord",
     "renew",
     "revoke",
     "standing",
@@ -195,6 +204,11 @@ def standing(store: Store, settings: Settings, task_id: str) -> Standing | None:
 
 #: What PostgreSQL's text, or UTF-8, cannot hold.
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+
+
+def fits_as_key(key: object) -> bool:
+    """Tell whether a usage record can have this key: short text that a database can hold."""
+    return isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH and not _NO_TEXT.search(key)
 
 
 #: What identifies a usage record, and what was used.
@@ -338,8 +352,19 @@ class Attempt:
     def _recorded(self, record: _Record) -> Recorded | AlreadyRecorded:
         """Record by a connection of the ledger's own, committed at once; else in the caller's.
 
-        There it may be rolled back: the end of the attempt records it once more.
+        There it may be rolled back: the end of the attempt records it once more. So it does where
+        a soft time limit, or whatever else is no answer of the ledger, has interrupted this: what
+        was used was used.
         """
+        try:
+            return self._recorded_now(record)
+        except (BudgetError, LookupError):
+            raise
+        except BaseException:
+            self._unsure.append(record)
+            raise
+
+    def _recorded_now(self, record: _Record) -> Recorded | AlreadyRecorded:
         caller = self._caller()
         if caller is None:
             try:
@@ -387,12 +412,12 @@ class Attempt:
             with self._lock:
                 self._sequence += 1
                 return f"attempt:{self.number}:{self._sequence}"
-        if isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH and not _NO_TEXT.search(key):
-            return f"key:{key}"
-        raise ValueError(
-            f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters that a database "
-            "can hold"
-        )
+        if not fits_as_key(key):
+            raise ValueError(
+                f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters that a "
+                "database can hold"
+            )
+        return f"key:{key}"
 
     def end(self, outcome: Outcome) -> bool:
         """End the attempt with ``outcome``; false where its fence is gone.
@@ -401,7 +426,11 @@ class Attempt:
         :attr:`cancelled` where that is not to be stored.
         """
         while self._unsure:
-            self.store.wait_out(self.stop, usage.record, *self._unsure[0])
+            try:
+                self.store.wait_out(self.stop, usage.record, *self._unsure[0])
+            except (PolicyError, InvalidAmount) as error:
+                # What it would have been told at once, had it not been interrupted.
+                logger.warning("usage that was not recorded: %s", error)
             del self._unsure[0]
         end = in_place.end if self.in_place else attempts.end
         ended = self.store.wait_out(self.stop, end, *self._key, outcome)
@@ -517,11 +546,19 @@ def worker_lost(
     return False
 
 
+def leaves_chord(store: Store, root: str, reservation_id: uuid.UUID) -> bool:
+    """Tell whether a request was cancelled, so that its chord is still to be told."""
+    return store.wait_out_reading(None, continuations.leaves_chord, root, reservation_id)
+
+
 def cancel(
-    store: Store, settings: Settings, task_id: str
+    store: Store,
+    settings: Settings,
+    task_id: str,
+    last: continuations.Last = lambda message: None,
 ) -> Released | Cancelling | Closed | Missing:
     """End the request of a task, or mark one that runs: :func:`continuations.cancel`, committed."""
-    return store.run(continuations.cancel, settings.root, task_id)
+    return store.run(continuations.cancel, settings.root, task_id, last)
 
 
 def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:

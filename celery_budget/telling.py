@@ -7,8 +7,10 @@ asked. What could not be told stays noted, and recovery tells it later.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Protocol
 
+from celery_budget.errors import StoreError
 from celery_budget.store import Store, untold
 from celery_budget.store.untold import Untold
 
@@ -27,7 +29,11 @@ class Ended(Protocol):
 
 
 def tell(store: Store, root: str, ended: Ended, seen: Untold) -> bool:
-    """Store one result; false where there was nothing to tell, see :func:`untold.take`.
+    """Store one result; false where there was nothing to tell.
+
+    That is where another process tells it, see :func:`untold.take`, and where the result is another
+    request's by now, see :func:`untold.is_anothers`. One that is admitted while this is stored is
+    not published until it is, for as long as :func:`untold.told_until` says.
 
     A process that dies in between has it told once more, with the same words.
 
@@ -35,7 +41,14 @@ def tell(store: Store, root: str, ended: Ended, seen: Untold) -> bool:
     """
     if not store.run(untold.take, root, seen):
         return False
-    ended(seen.task_id, seen.reason)
+    if store.run(untold.is_anothers, root, seen):
+        return False
+    try:
+        ended(seen.task_id, seen.reason)
+    except Exception:
+        with suppress(StoreError):
+            store.run(untold.failed, root, seen)
+        raise
     store.run(untold.forget, root, seen.untold_id)
     return True
 

@@ -13,8 +13,11 @@ __all__ = ["cancel"]
 _TOLD = {
     "ended": "{} was cancelled",
     "requested": "{} runs; it was asked to stop",
-    "terminated": "{} runs; its worker was asked to end its process",
+    "terminated": "{} runs; its worker ends the process that runs it",
+    "unanswered": "{} runs; it was asked to stop, and no worker says that it ends its process{}",
 }
+
+_DEAF = "; with worker_enable_remote_control off none can be asked"
 
 
 @budget.command(cls=CeleryCommand)
@@ -39,7 +42,9 @@ def cancel(ctx: click.Context, task_id: str, terminate: bool, as_json: bool) -> 
       celery -A proj budget cancel 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
       celery -A proj budget cancel 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11 --terminate
     """
-    outcome = installed_of(ctx).cancel(task_id, terminate)
-    told = "terminated" if terminate and outcome == "requested" else outcome
+    installed = installed_of(ctx)
+    outcome = installed.cancel(task_id, terminate)
+    told = "unanswered" if terminate and outcome == "requested" else outcome
     document = {"cancelled": task_id, "outcome": outcome}
-    show(ctx, document if as_json else literal(_TOLD[told].format(task_id)))
+    deaf = "" if installed.app.conf.worker_enable_remote_control else _DEAF
+    show(ctx, document if as_json else literal(_TOLD[told].format(task_id, deaf)))

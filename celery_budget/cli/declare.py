@@ -11,7 +11,7 @@ from celery.bin.base import CeleryCommand, CeleryOption
 from rich.console import Group
 from rich.text import Text
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import budget, called, installed_of, json_option, show
 from celery_budget.cli.values import RATIO, limit_of, parent_of
 from celery_budget.core.declarations import Change
 from celery_budget.core.periods import PERIODS
@@ -252,10 +252,11 @@ def export(ctx: click.Context, output: Any, everything: bool, as_json: bool) -> 
     else:
         text = installed.export(everything=everything)
         if not text:
-            raise click.ClickException(
+            told = (
                 "there is no budget to export; create one with "
                 "'celery -A PROJ budget set NAME --limit N --unit UNIT'"
             )
+            raise click.ClickException(called(ctx, told))
     if output is None:
         click.echo(_encodable(text, sys.stdout.encoding or "utf-8"), nl=False)
     else:

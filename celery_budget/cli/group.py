@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from typing import Any
@@ -18,7 +19,7 @@ from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
 from celery_budget.render.text import as_text, printable
 
-__all__ = ["budget", "installed_of", "json_option", "show"]
+__all__ = ["budget", "called", "installed_of", "json_option", "show"]
 
 
 class WrongUse(click.ClickException):
@@ -35,13 +36,19 @@ class BudgetGroup(DYMGroup):
         try:
             return super().invoke(ctx)
         except (InvalidName, InvalidPeriod) as error:
-            raise WrongUse(printable(str(error))) from error
+            raise WrongUse(printable(called(ctx, str(error)))) from error
         except BudgetError as error:
-            raise click.ClickException(printable(str(error))) from error
+            raise click.ClickException(printable(called(ctx, str(error)))) from error
         except click.UsageError as error:
             told = " ".join(error.format_message().split())
             command = (error.ctx or ctx).command_path
             raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
+
+
+def called(ctx: click.Context, told: str) -> str:
+    """Return what is said, with the commands it names as they are called here."""
+    app = ctx.find_root().params.get("app")
+    return told.replace("-A PROJ ", f"-A {shlex.quote(app)} ") if isinstance(app, str) else told
 
 
 @click.group(cls=BudgetGroup)
@@ -98,4 +105,5 @@ def show(ctx: click.Context, what: dict[str, Any] | RenderableType) -> None:
             colour=terminal and not ctx.obj.no_color,
             encoding=sys.stdout.encoding or "utf-8",
         )
+        text = called(ctx, text)
     click.echo(text, nl=False)

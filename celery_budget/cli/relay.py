@@ -12,10 +12,10 @@ import click
 from celery import Celery
 from celery.bin.base import LOG_LEVEL, CeleryCommand, CeleryOption
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import budget, called, installed_of, json_option, show
 from celery_budget.integration.service import RelayService
 from celery_budget.reconcile import RelaySeen
-from celery_budget.render.tables import relays_table
+from celery_budget.render.tables import FULL, relays_table
 from celery_budget.render.text import printable
 
 __all__ = ["relay"]
@@ -96,14 +96,20 @@ def relay(
 def _health(ctx: click.Context, max_age: float, any_host: bool, as_json: bool) -> None:
     """Tell whether a relay was seen not long ago; the exit status is for probes."""
     host = None if any_host else socket.gethostname()
-    relays = [one for one in installed_of(ctx).relays() if host in (None, one.host)]
+    installed = installed_of(ctx)
+    relays = [one for one in installed.relays() if host in (None, one.host)]
     found = [one for one in relays if one.seconds <= max_age]
+    full = installed.quarantine_is_full()
     if as_json:
-        show(ctx, {"ok": bool(found), "relays": [one.as_dict() for one in relays]})
+        rows = [one.as_dict() for one in relays]
+        show(ctx, {"ok": bool(found), "relays": rows, "quarantine_full": full})
     elif found:
         show(ctx, relays_table(found))
+        if full:
+            told = f"{FULL}; see 'celery -A PROJ budget quarantine list'"
+            click.echo(called(ctx, told), err=True)
     else:
-        raise click.ClickException(_unseen(host, max_age, relays))
+        raise click.ClickException(called(ctx, _unseen(host, max_age, relays)))
     if not found:
         ctx.exit(1)
 

@@ -251,7 +251,12 @@ class Released:
 
 @dataclass(frozen=True)
 class Cancelling:
-    """The request runs, and has been asked to run no further: its task is told, and no retry."""
+    """The request runs, and has been asked to run no further: its task is told, and no retry.
+
+    :ivar worker: who runs it: a worker's node name, or a host, then a slash and a process id.
+    """
+
+    worker: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

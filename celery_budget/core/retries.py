@@ -9,7 +9,16 @@ from typing import Any
 
 from celery_budget.errors import PolicyError
 
-__all__ = ["ENDED", "FAILED", "MAX_ATTEMPTS", "RETRY_WITHIN", "TERMINAL_ERROR", "Keep", "Retries"]
+__all__ = [
+    "ENDED",
+    "FAILED",
+    "MAX_ATTEMPTS",
+    "RETRY_WITHIN",
+    "TERMINAL_ERROR",
+    "TRACEBACK",
+    "Keep",
+    "Retries",
+]
 
 #: Why a request failed for good: its attempts, or the time for them, are used up; the error was one
 #: that it is not tried again for; or any other error that Celery did not retry.
@@ -19,6 +28,9 @@ TERMINAL_ERROR = "terminal"
 FAILED = "failed"
 
 ENDED = (MAX_ATTEMPTS, RETRY_WITHIN, TERMINAL_ERROR, FAILED)
+
+#: Where in the error of a request that failed its traceback begins, if that is known.
+TRACEBACK = "\nTraceback (most recent call last):\n"
 
 
 @dataclass(frozen=True)

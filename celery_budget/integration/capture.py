@@ -157,7 +157,34 @@ def written(
     )
 
 
-def with_header(message: WireMessage, name: str, value: str | int) -> WireMessage:
+def arguments_of(envelope: str) -> tuple[str | None, str | None]:
+    """Return how Celery has written a message's arguments, positional ones and those by name.
+
+    None where that cannot be read, or is not there.
+    """
+    try:
+        headers = loads(envelope)["headers"]
+        found = headers.get("argsrepr"), headers.get("kwargsrepr")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None, None
+    args, kwargs = (one if isinstance(one, str) else None for one in found)
+    return args, kwargs
+
+
+def last_of_chord(message: WireMessage) -> WireMessage | None:
+    """Return the message by which a worker tells the chord of a task that was cancelled.
+
+    The same one, due at once; none for a task that is in no group, or cannot be read.
+    """
+    try:
+        if loads(message.envelope)["headers"].get("group") is None:
+            return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return with_header(with_header(message, "eta", None), "expires", None)
+
+
+def with_header(message: WireMessage, name: str, value: str | int | None) -> WireMessage:
     """Return a stored message with another value of one header.
 
     :raises UnsupportedPublication: where it cannot be read.

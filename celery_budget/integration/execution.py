@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from celery.exceptions import Ignore, Reject, Retry
+from celery import states
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.utils.serialization import get_pickleable_exception
 from kombu import serialization
 from kombu.exceptions import EncodeError
@@ -92,7 +93,7 @@ def execute(
         _end(attempt, Outcome("retried", error))
         if attempt.cancelled:
             # Celery would store RETRY, over what is told here.
-            _tell(budget, str(task.request.id))
+            _tell(budget, task)
             raise Ignore("the request is cancelled") from exc
         raise
     except Ignore:
@@ -102,7 +103,7 @@ def execute(
         again = budget.settings.again if exc.requeue else None
         _end(attempt, Outcome("rejected", again=again))
         if attempt.cancelled:
-            _tell(budget, str(task.request.id))
+            _tell(budget, task)
         if attempt.settled:
             raise Reject(exc.reason, requeue=False) from exc
         # It comes again from the ledger, with back-off and counted; not from the broker.
@@ -128,10 +129,23 @@ def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
         raise Ignore("the attempt lost its claim")
 
 
-def _tell(budget: CeleryBudget, task_id: str) -> None:
+def _tell(budget: CeleryBudget, task: Any) -> None:
     """Store the result of a cancelled request now; where that fails the sweep does."""
+    _tell_result(budget, str(task.request.id))
+    _tell_chord(task)
+
+
+def _tell_result(budget: CeleryBudget, task_id: str) -> None:
     ended = BackendResults(budget.app).ended
     telling.tell_task(budget.store, budget.settings.root, ended, task_id)
+
+
+def _tell_chord(task: Any) -> None:
+    """Tell the chord of a cancelled task, if it is in one, as Celery does of one it revokes."""
+    request = task.request
+    if request.chord:
+        error = TaskRevokedError("cancelled")
+        task.backend.on_chord_part_return(request, states.REVOKED, error)
 
 
 def _claim(
@@ -147,10 +161,11 @@ def _claim(
     if found is not None:
         claimed = _claim_reserved(budget, task, *found, retries)
         if not isinstance(claimed, Missing):
-            return _only_attempt(task, claimed)
+            return _only_attempt(budget, task, claimed, *found)
     reservation_id = _admit_delivered(budget, task, args, kwargs)
     root = budget.settings.root
-    return _only_attempt(task, _claim_reserved(budget, task, root, reservation_id, retries))
+    claimed = _claim_reserved(budget, task, root, reservation_id, retries)
+    return _only_attempt(budget, task, claimed, root, reservation_id)
 
 
 def _claim_reserved(
@@ -177,11 +192,27 @@ def _claim_reserved(
 
 
 def _only_attempt(
-    task: Any, claimed: settlement.Attempt | Running | Closed | Missing
+    budget: CeleryBudget,
+    task: Any,
+    claimed: settlement.Attempt | Running | Closed | Missing,
+    root: str,
+    reservation_id: uuid.UUID,
 ) -> settlement.Attempt:
+    """Return the attempt that was claimed.
+
+    :raises Ignore: where there is none. The chord of one that was cancelled is told here: nobody
+        else has its message.
+    """
     if isinstance(claimed, settlement.Attempt):
         return claimed
     why = "is running elsewhere" if isinstance(claimed, Running) else "has ended"
+    waits = task.request.chord and not getattr(task.request, TOLD, None)
+    if (
+        waits
+        and isinstance(claimed, Closed)
+        and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id)
+    ):
+        _tell_chord(task)
     logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
     raise Ignore(f"the request {why}")
 
@@ -311,5 +342,5 @@ class AttemptBackend:
             and not attempt.in_place
             and undisturbed(attempt.cancelled_since, task_id)
         ):
-            _tell(budget, task_id)
+            _tell_result(budget, task_id)
         return stored

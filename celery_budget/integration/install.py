@@ -17,6 +17,7 @@ from celery_budget.errors import BudgetError, NotInstalled, PolicyError, Request
 from celery_budget.integration import canvas, eager_canvas
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
+from celery_budget.integration.capture import last_of_chord
 from celery_budget.integration.context import find_installed, install_on
 from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
@@ -32,6 +33,10 @@ _RELAY_OPTION = CeleryOption(
     help_group="Features",
     help="Publish what was admitted to a budget, from this worker's main process.",
 )
+
+
+#: How long a worker that is asked to kill a process is waited for.
+ANSWER_SECONDS = 3.0
 
 
 class CeleryBudget(Ledger):
@@ -60,7 +65,7 @@ class CeleryBudget(Ledger):
 
     def cancel(
         self, task_id: str, terminate: bool = False, signal: str = "SIGTERM"
-    ) -> Literal["ended", "requested"]:
+    ) -> Literal["ended", "requested", "terminated"]:
         """Cancel the request of a task; cancelling it again changes nothing.
 
         ``"ended"`` where it does not run: what it holds is given back, its message is dropped or,
@@ -72,24 +77,42 @@ class CeleryBudget(Ledger):
         and goes on unless it looks. What it comes to is settled as ever; only a retry ends as
         cancelled instead, and it does not run again should its worker be lost.
 
-        :param terminate: have the workers kill the process that runs it, as Celery's
+        ``"terminated"`` where its worker has said that it kills the process that runs it.
+
+        :param terminate: have its worker kill the process that runs it, as Celery's
             ``revoke(…, terminate=True)`` does; it is charged the greater of recorded and estimated.
+            Waits up to three seconds for an answer. Nobody is asked where it runs in place.
         :param signal: by which signal.
         :raises UnknownRequest: where nothing is known of it.
         :raises RequestRuns: where it has run and ended; nothing was changed.
         :raises Exception: as ``app.control.revoke``, once the request is marked as cancelled.
         """
-        outcome = settlement.cancel(self.store, self.settings, task_id)
+        outcome = settlement.cancel(self.store, self.settings, task_id, last_of_chord)
         if isinstance(outcome, Missing):
             raise UnknownRequest(task_id)
         if isinstance(outcome, Closed):
             raise RequestRuns(task_id, outcome.state)
         if isinstance(outcome, Cancelling):
-            if terminate:
-                self.app.control.revoke(task_id, terminate=True, signal=signal)
+            node = outcome.worker.rpartition("/")[0]
+            if terminate and "@" in node and self._terminate(task_id, node, signal):
+                return "terminated"
             return "requested"
         telling.tell_task(self.store, self.settings.root, BackendResults(self.app).ended, task_id)
         return "ended"
+
+    def _terminate(self, task_id: str, node: str, signal: str) -> bool:
+        """Have a worker kill the process that runs a task; return whether it says that it does."""
+        replies = self.app.control.revoke(
+            task_id,
+            destination=[node],
+            terminate=True,
+            signal=signal,
+            reply=True,
+            timeout=ANSWER_SECONDS,
+            limit=1,
+        )
+        said = [reply.get("ok") for one in replies or () for reply in one.values()]
+        return any(task_id in str(ok) for ok in said)
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

@@ -23,7 +23,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Missing, Refused
 from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
-from celery_budget.integration.capture import with_header
+from celery_budget.integration.capture import arguments_of, with_header
 from celery_budget.integration.context import HEADER, header
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD
@@ -365,10 +365,14 @@ class Ledger:
         :param some_id: its id there, or that of its task.
         :raises NotQuarantined: where there is none.
         """
-        found = shown.find_quarantined(self.store, self.settings, some_id)
+        found = shown.find_quarantined(self.store, self.settings, some_id, arguments_of)
         if found is None:
             raise NotQuarantined(some_id)
         return found
+
+    def quarantine_is_full(self) -> bool:
+        """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
+        return shown.quarantine_is_full(self.store, self.settings)
 
     def requeue(self, some_id: str) -> None:
         """Publish a message of the quarantine again: the same request, admitted anew.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,10 +13,12 @@ from kombu.exceptions import EncodeError
 from kombu.utils.encoding import safe_repr
 from kombu.utils.json import dumps
 
+from celery_budget.core.retries import TRACEBACK
+
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["text_of", "undisturbed", "written_error", "written_retry", "written_value"]
+__all__ = ["text_of", "traced", "undisturbed", "written_error", "written_retry", "written_value"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ T = TypeVar("T")
 
 #: How much of an error's text is kept in quarantine.
 MOST_TEXT = 2000
+#: How much of its traceback, from the end.
+MOST_TRACEBACK = 8000
 
 
 def undisturbed(function: Callable[..., T], *args: Any) -> T:
@@ -76,11 +81,20 @@ def text_of(error: object) -> str:
     return written.replace("\x00", "\ufffd")[:MOST_TEXT]
 
 
+def traced(error: BaseException) -> str:
+    """Return an error as :func:`text_of`, and its traceback after it: of a long one the end."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    if not frames:
+        return text_of(error)
+    written = frames[-MOST_TRACEBACK:].encode("utf-8", "replace").decode("utf-8")
+    return text_of(error) + TRACEBACK + written.replace("\x00", "\ufffd")
+
+
 def written_retry(budget: CeleryBudget, task: Any, error: object) -> str | None:
     """Return the error by which a task is retried, as kept for where no attempt follows."""
     if not isinstance(error, Exception):
         return None
-    return str(dumps([text_of(error), written_error(budget, task, error)]))
+    return str(dumps([traced(error), written_error(budget, task, error)]))
 
 
 def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from celery_budget import metering
 from celery_budget.metering import Reply
 from celery_budget.settings import Settings
-from celery_budget.settlement import Attempt
+from celery_budget.settlement import Attempt, fits_as_key
 
-__all__ = ["record_reply"]
+__all__ = ["id_of", "record_reply"]
+
+
+def id_of(reply: Reply) -> str | None:
+    """Return a reply's own id as the key of its record; of one that cannot be a key, a digest."""
+    if reply.id is None or fits_as_key(reply.id):
+        return reply.id
+    return hashlib.sha256(reply.id.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def record_reply(attempt: Attempt, reply: Reply, key: object) -> bool:
@@ -18,7 +27,7 @@ def record_reply(attempt: Attempt, reply: Reply, key: object) -> bool:
     """
     settings: Settings = attempt.settings
     used, unpriced = metering.counted(reply, settings.money_unit, settings.prices)
-    added, units = attempt.write(used, reply.id if key is None else key)
+    added, units = attempt.write(used, id_of(reply) if key is None else key)
     if unpriced is not None and settings.money_unit in units:
         raise unpriced
     return added

@@ -15,7 +15,7 @@ from kombu.utils.json import loads
 from celery_budget.core.retries import FAILED, TERMINAL_ERROR, Keep, Retries
 from celery_budget.errors import AttemptsSpent
 from celery_budget.integration.context import attempt_of
-from celery_budget.integration.outcomes import text_of
+from celery_budget.integration.outcomes import traced
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
@@ -80,7 +80,7 @@ def kept_as(
     if not retries:
         return None
     reason = attempt.spent or (TERMINAL_ERROR if retries.is_terminal(error) else FAILED)
-    return Keep(reason, text_of(error), budget.settings.max_quarantine)
+    return Keep(reason, traced(error), budget.settings.max_quarantine)
 
 
 def refused(task: Any, reason: str, attempts: int, last: str | None) -> Exception:

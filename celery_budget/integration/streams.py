@@ -8,14 +8,16 @@ import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import Any, TypeVar
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 from celery_budget import metering
 from celery_budget.core.identity import new_id
-from celery_budget.errors import BudgetError, InvalidReply
-from celery_budget.integration.replies import record_reply
+from celery_budget.errors import BudgetError
+from celery_budget.integration.replies import id_of, record_reply
 from celery_budget.metering import Reply
-from celery_budget.settlement import Attempt
+from celery_budget.settlement import Attempt, fits_as_key
 
-__all__ = ["Reading", "pass_on", "pass_on_async"]
+__all__ = ["Either", "Reading", "pass_on", "pass_on_async"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class Reading:
 
     def __init__(self, attempt: Attempt, key: str | None, how: dict[str, Any]) -> None:
         self._attempt = attempt
+        if key is not None and not fits_as_key(key):
+            raise ValueError(f"usage key {key!r} cannot be one; see usage.record")
         # Of its own, for replies without an id: recording it again must add nothing.
         self._key, self._own_key = key, f"stream-{new_id()}"
         self._how = how
@@ -71,17 +75,27 @@ class Reading:
             logger.warning("of a reply that was not read to its end: %s", error)
 
     def _give_up(self) -> None:
-        self.finish(died=True)
+        """Do so at the end of the task's call, which nothing of a stream that was left holds up."""
+        try:
+            self.finish(died=True)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:
+            logger.exception("a reply that was not read to its end could not be recorded")
+            self._attempt.unfinished.remove(self._at_end)
 
-    def _record(self, died: bool) -> BudgetError | None:
+    def _record(self, died: bool) -> Exception | None:
         """Record the reply as far as it is there; return what is wrong with it."""
-        reply, unread = NOTHING, None
+        reply: Reply = NOTHING
+        unread: Exception | None = None
         whole = self._gathered.finished or not died
         try:
             reply = metering.read(self._gathered.reply, whole=whole, **self._how)
-        except InvalidReply as error:
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is something to pay for
             unread = error
-        key = self._key or reply.id or self._own_key
+        key = self._key or id_of(reply) or self._own_key
         try:
             record_reply(self._attempt, reply, key)
         except BudgetError as error:
@@ -103,7 +117,10 @@ def pass_on(reading: Reading, chunks: Iterable[T]) -> Iterator[T]:
             reading.finish(died)
         finally:
             if died and callable(close := getattr(chunks, "close", None)):
-                close()
+                closing = close()
+                if inspect.iscoroutine(closing):
+                    # Of one that can be read in both ways; nobody would await it.
+                    closing.close()
 
 
 async def pass_on_async(reading: Reading, chunks: AsyncIterable[T]) -> AsyncIterator[T]:
@@ -125,3 +142,37 @@ async def pass_on_async(reading: Reading, chunks: AsyncIterable[T]) -> AsyncIter
                     if inspect.isawaitable(closing):
                         await closing
                     break
+
+
+class Either:
+    """Chunks that can be read in both ways, as LiteLLM's: in the one in which they are read."""
+
+    def __init__(self, reading: Reading, chunks: Any) -> None:
+        self._reading, self._chunks = reading, chunks
+        self._reader: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._reader = self._reader or pass_on(self._reading, self._chunks)
+        reader: Iterator[Any] = self._reader
+        return reader
+
+    def __next__(self) -> Any:
+        return next(iter(self))
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        self._reader = self._reader or pass_on_async(self._reading, self._chunks)
+        reader: AsyncIterator[Any] = self._reader
+        return reader
+
+    async def __anext__(self) -> Any:
+        return await anext(aiter(self))
+
+    def close(self) -> None:
+        """Leave it, where it is read with ``for``."""
+        if self._reader is not None:
+            self._reader.close()
+
+    async def aclose(self) -> None:
+        """Leave it, where it is read with ``async for``."""
+        if self._reader is not None:
+            await self._reader.aclose()

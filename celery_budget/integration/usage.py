@@ -15,7 +15,7 @@ from celery_budget.errors import ClaimLost, InvalidAmount, PolicyError
 from celery_budget.integration.context import current_attempt
 from celery_budget.integration.effects import step_key
 from celery_budget.integration.replies import record_reply
-from celery_budget.integration.streams import Reading, pass_on, pass_on_async
+from celery_budget.integration.streams import Either, Reading, pass_on, pass_on_async
 
 __all__ = ["cancelled", "check", "extend", "idempotency_key", "record", "remaining", "stream"]
 
@@ -134,9 +134,11 @@ def stream(
 
     It is recorded when the stream ends, raises, or is left: with ``break``, an exception or the end
     of the task's call. What has not told all of its usage by then is charged the estimate at least,
-    and flagged ``unmetered``. What is asynchronous gives an asynchronous iterator.
+    and flagged ``unmetered``. What is asynchronous gives an asynchronous iterator; what can be read
+    in both ways can be afterwards.
 
     :param key: as for :func:`record`, as are the others; none for the reply's own id.
+    :raises ValueError: at once, for what is no key.
     :raises BudgetError: at its end, while it is read: as :func:`record`. A reply that cannot be
         read is charged the estimate before. One that is not read to its end raises nothing of ours.
     """
@@ -146,6 +148,8 @@ def stream(
         return chunks
     how = {"provider": provider, "flavor": api_flavor, "model": model}
     reading = Reading(attempt, key, how)
+    if hasattr(chunks, "__aiter__") and hasattr(chunks, "__iter__"):
+        return Either(reading, chunks)
     if hasattr(chunks, "__aiter__"):
         return pass_on_async(reading, chunks)
     return pass_on(reading, chunks)

@@ -39,6 +39,9 @@ MARKS = (
     "stopReason",
 )
 
+#: How the names of numbers end in a reply's usage.
+NUMBERS = ("tokens", "tokencount", "requests")
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -145,6 +148,7 @@ def read(
     its_id = _id_of(reply)
     if told is None:
         return Reply(its_id, model, provider, flavor, None, whole)
+    _check_numbers(told)
     brought = provider if provider == LITELLM else _brought_by_litellm(reply, shape, told)
     whose = provider or brought or _provider_of(genai, shape, model)
     reader = _maker_of(shape) if brought else whose
@@ -270,6 +274,24 @@ def _counts(genai: Package, reply: dict[str, Any], provider: str, flavor: str) -
         ) from exc
     _check_parts(counts)
     return counts
+
+
+def _check_numbers(told: Mapping[str, Any]) -> None:
+    """Check that what is called a number in a reply's usage is one, or not told.
+
+    The package takes some that are none for 0.
+
+    :raises InvalidReply: where one is not.
+    """
+    for name, value in told.items():
+        if str(name).lower().endswith(NUMBERS):
+            if isinstance(value, bool) or not (value is None or isinstance(value, (int, float))):
+                raise InvalidReply(f"the usage of a reply has {value!r} as {name}, a number")
+            continue
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            found = plain(part)
+            if found is not None:
+                _check_numbers(found)
 
 
 def _whole(name: str, value: Any) -> int:

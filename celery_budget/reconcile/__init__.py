@@ -4,6 +4,7 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
+from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
 from celery_budget.reconcile.reports import Drift, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
@@ -38,6 +39,7 @@ __all__ = [
     "fold",
     "grants",
     "journal",
+    "quarantine_is_full",
     "quarantined",
     "reconcile",
     "relays",

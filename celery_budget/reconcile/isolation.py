@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from celery_budget.core.retries import TRACEBACK
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, quarantine
 
-__all__ = ["Quarantined", "find_quarantined", "of_task", "quarantined"]
+__all__ = ["Quarantined", "find_quarantined", "is_full", "of_task", "quarantined"]
+
+#: Reads of a message's envelope how its task's arguments are written, positional ones and others.
+Arguments = Callable[[str], tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class Quarantined:
     :ivar budgeted: whether it drew on a budget, and does again when it is published.
     :ivar attempts: how often it ran; none for what could not be published.
     :ivar used: what it used of each budget, as it was charged when it ended; none as well.
+    :ivar traceback: of the last error, where one is known.
+    :ivar args: how Celery has written its task's positional arguments for people to read, cut where
+        they are long; none where that is not known.
+    :ivar kwargs: the same of those by name.
     """
 
     quarantine_id: str
@@ -39,6 +48,9 @@ class Quarantined:
     budgeted: bool
     attempts: int | None = None
     used: dict[str, int] | None = None
+    traceback: str | None = None
+    args: str | None = None
+    kwargs: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -51,10 +63,18 @@ def quarantined(store: Store, settings: Settings, limit: int) -> list[Quarantine
     return [_shown(row) for row in rows]
 
 
-def find_quarantined(store: Store, settings: Settings, some_id: str) -> Quarantined | None:
+def is_full(store: Store, settings: Settings) -> bool:
+    """Tell whether requests that fail for good are not kept any more."""
+    counts = store.read(quarantine.count_by_reason, settings.root)
+    return sum(counts.values()) >= settings.max_quarantine
+
+
+def find_quarantined(
+    store: Store, settings: Settings, some_id: str, read: Arguments
+) -> Quarantined | None:
     """Return what has this id in quarantine, or the last one of the task with this id."""
     row = store.read(quarantine.find, settings.root, some_id)
-    return None if row is None else _shown(row)
+    return None if row is None else _shown(row, read)
 
 
 def of_task(connection: Connection, root: str, task_id: str) -> list[Quarantined]:
@@ -62,7 +82,19 @@ def of_task(connection: Connection, root: str, task_id: str) -> list[Quarantined
     return [_shown(row) for row in quarantine.of_task(connection, root, task_id)]
 
 
-def _shown(row: quarantine.Row) -> Quarantined:
+def _shown(row: quarantine.Row, read: Arguments = lambda envelope: (None, None)) -> Quarantined:
     values = {**row._mapping, "quarantine_id": str(row.quarantine_id)}
-    used = None if row.used is None else json.loads(row.used)
-    return Quarantined(**values | {"budgeted": bool(row.budgeted), "used": used})
+    envelope = values.pop("envelope", None)
+    args, kwargs = (None, None) if envelope is None else read(envelope)
+    error, begins, traceback = row.error.partition(TRACEBACK)
+    return Quarantined(
+        **values
+        | {
+            "budgeted": bool(row.budgeted),
+            "used": None if row.used is None else json.loads(row.used),
+            "error": error,
+            "traceback": begins.lstrip() + traceback if begins else None,
+            "args": args,
+            "kwargs": kwargs,
+        }
+    )

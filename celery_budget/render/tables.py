@@ -14,6 +14,7 @@ from celery_budget.render.text import facts, literal, moment, number, table_of
 __all__ = [
     "DRIFT_HIGH",
     "DRIFT_LOW",
+    "FULL",
     "MEANING",
     "counts_table",
     "drift_table",
@@ -55,7 +56,7 @@ MEANING = {
     "released": "never ran, nothing charged",
     "lost": "ran, outcome unknown, charged",
     "over": "used more than estimated",
-    "unmetered": "recorded no usage; charged the estimate",
+    "unmetered": "an attempt did not tell all its usage; charged its estimate",
     "unreserved": "reached a worker without a reservation",
 }
 
@@ -147,6 +148,10 @@ def _relay_row(relay: RelaySeen) -> list[Text | str]:
     ]
 
 
+#: Said where requests that fail for good are not kept any more.
+FULL = "quarantine is full: what fails for good is not kept"
+
+
 def quarantine_counts(counts: dict[str, int], full: bool = False) -> RenderableType:
     """How many messages are in quarantine, by reason.
 
@@ -161,7 +166,7 @@ def quarantine_counts(counts: dict[str, int], full: bool = False) -> RenderableT
     table = table_of(["reason", "messages", ""], rows, numbers=["messages"])
     if not full:
         return table
-    return Group(table, Text("quarantine is full: what fails for good is not kept", _BAD))
+    return Group(table, Text(FULL, _BAD))
 
 
 def quarantine_table(isolated: Sequence[Quarantined]) -> RenderableType:
@@ -192,6 +197,7 @@ def quarantine_facts(one: Quarantined) -> RenderableType:
         "queue": f"{one.queue} at {one.broker}" if one.broker else one.queue,
         "reason": f"{one.reason}: {ISOLATED.get(one.reason, '')}",
         "since": moment(one.quarantined_us),
+        "arguments": " ".join(filter(None, (one.args, one.kwargs))) or None,
         "error": one.error,
     }
     if one.attempts is None:
@@ -200,7 +206,9 @@ def quarantine_facts(one: Quarantined) -> RenderableType:
         known["attempts"] = str(one.attempts)
         for name, used in (one.used or {}).items():
             known[f"used of {name}"] = number(used)
-    return facts(known)
+    if one.traceback is None:
+        return facts(known)
+    return Group(facts(known), Text(), *map(literal, one.traceback.splitlines()))
 
 
 def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:

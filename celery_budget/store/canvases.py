@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -51,8 +51,18 @@ def known(connection: Connection, root: str, task_ids: Sequence[str]) -> set[str
 
 @contextmanager
 def undone(connection: Connection) -> Iterator[None]:
-    """Undo what is done inside, and give back the locks that are taken there."""
+    """Undo what is done inside, and give back the locks that are taken there; an error as well."""
     connection.exec_driver_sql(f"SAVEPOINT {SAVEPOINT}")
-    yield
+    try:
+        yield
+    except BaseException:
+        # Where the connection is gone, what is raised already says so.
+        with suppress(Exception):
+            _undo(connection)
+        raise
+    _undo(connection)
+
+
+def _undo(connection: Connection) -> None:
     connection.exec_driver_sql(f"ROLLBACK TO SAVEPOINT {SAVEPOINT}")
     connection.exec_driver_sql(f"RELEASE SAVEPOINT {SAVEPOINT}")

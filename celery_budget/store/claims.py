@@ -96,6 +96,7 @@ def claim_due(
 
     By rank, then by the time they are due. Of those with one order key only the first that is not
     published, and what follows it directly: they are in the order in which they were written.
+    Not those of a task whose result is being told, of an earlier request: they wait for that.
     No more than :data:`MOST_BYTES` of them, or one that is larger; the rest keep their places.
 
     Locks those rows and skips what another relay is taking. A relay that dies gives them back
@@ -105,10 +106,11 @@ def claim_due(
     found = connection.execute(
         _next(connection.dialect.name), {"root": root, "broker": broker, "most": limit}
     ).all()
+    found, full = _hold_back(connection, root, found), len(found) == limit
     in_turn = _in_turn(found)
     behind = _pass_by(connection, root, [row for row in found if row.outbox_id not in in_turn])
     if not in_turn:
-        return Batch(fence, (), behind)
+        return Batch(fence, (), behind, full)
     turns = _that_fit(in_turn)
     rows = connection.execute(
         _TAKE, {"of_root": root, "ids": list(turns), "hold_us": hold_us, "fence": fence}
@@ -127,8 +129,7 @@ def claim_due(
         for outbox_id, before in turns.items()
         for row in [taken[outbox_id]]
     )
-    full = len(messages) == limit or len(messages) < len(in_turn)
-    return Batch(fence, messages, behind, full)
+    return Batch(fence, messages, behind, full or len(messages) < len(in_turn))
 
 
 #: Made once, as all statements of a claim: making them takes longer than they take.
@@ -204,6 +205,7 @@ def _candidates() -> sa.Select[Any]:
         outbox.c.order_key,
         outbox.c.created_us,
         started.label("started"),
+        untold.told_until(root, outbox.c.task_id).label("told_until"),
         sa.case((outbox.c.order_key.is_not(None), follows)).label("follows"),
     ).where(
         outbox.c.root == root,
@@ -211,6 +213,26 @@ def _candidates() -> sa.Select[Any]:
         sa.text(IS_NEXT),
         outbox.c.due_us <= instant(),
     )
+
+
+def _hold_back(
+    connection: Connection, root: str, found: Sequence[sa.Row[Any]]
+) -> Sequence[sa.Row[Any]]:
+    """Have messages wait whose task's result, of an earlier request, is being told; return others.
+
+    Until it is told the task must not run: its own result would be stored first, and be lost. The
+    caller has locked the rows.
+    """
+    held = [row.outbox_id for row in found if row.told_until is not None]
+    if not held:
+        return found
+    until = untold.told_until(outbox.c.root, outbox.c.task_id)
+    connection.execute(
+        outbox.update()
+        .where(outbox.c.root == root, outbox.c.outbox_id.in_(held))
+        .values(due_us=sa.func.coalesce(until, outbox.c.due_us))
+    )
+    return [row for row in found if row.told_until is None]
 
 
 def _in_turn(found: Sequence[sa.Row[Any]]) -> dict[uuid.UUID, sa.Row[Any]]:

@@ -8,7 +8,8 @@ used, so that two of them never wait for each other's holds.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -45,7 +46,10 @@ from celery_budget.store.reservations import (
     set_holds,
     write_lines,
 )
-from celery_budget.store.schema import now_us, reservations
+from celery_budget.store.schema import attempts, now_us, reservations
+
+#: Returns what is published in place of a message that is dropped; none where nothing is.
+Last = Callable[[WireMessage], WireMessage | None]
 
 #: Why parked work ends that waited longer than it may.
 GIVEN_UP = "park_expired"
@@ -63,6 +67,7 @@ __all__ = [
     "has_ended_cancelled",
     "hold_next",
     "is_cancelled",
+    "leaves_chord",
     "next_attempt",
     "refit",
     "reserve_or_park",
@@ -326,7 +331,7 @@ def try_parked(
 
 
 def cancel(
-    connection: Connection, root: str, task_id: str
+    connection: Connection, root: str, task_id: str, last: Last = lambda message: None
 ) -> Released | Cancelling | Closed | Missing:
     """End a request that does not run: give back what it holds, drop its message.
 
@@ -337,6 +342,9 @@ def cancel(
 
     Locks the reservation, its parked row, its balances, its outbox rows; against a claim or a
     settlement the one that locks the reservation first wins.
+
+    :param last: returns what is published in place of a message that no worker has got: it draws on
+        nothing, and tells whoever waits for the task; or none.
     """
     found = connection.execute(
         sa.select(reservations.c.reservation_id)
@@ -351,28 +359,45 @@ def cancel(
     row = None if found is None else lock(connection, root, found)
     waits = parked.of_task(connection, root, task_id)
     if row is not None and (row.state not in TERMINAL or waits is None):
+        message = outbox.unpublished(connection, root, row.reservation_id)
         if waits is not None and row.state != "running":
+            held = parked.lock_parked(connection, root, waits, wait=True)
+            message = message if held is None else outbox.message_of(held)
             parked.unpark(connection, root, waits)
         released = release(connection, root, row.reservation_id, CANCELLED)
         if isinstance(released, Running):
-            _mark_cancelled(connection, row)
-            return Cancelling()
+            return Cancelling(_mark_cancelled(connection, row))
         if isinstance(released, Released):
             untold.note(connection, root, task_id, CANCELLED, row.reservation_id)
+            _publish_last(connection, root, message, last)
         return released
     if waits is None:
         return Missing()
     request = parked.lock_parked(connection, root, waits, wait=True)
     if request is None:
         # It was admitted, or given up, meanwhile.
-        return cancel(connection, root, task_id)
+        return cancel(connection, root, task_id, last)
     parked.unpark(connection, root, request.parked_id)
     _never_admitted(connection, parked.request_of(request), CANCELLED)
+    _publish_last(connection, root, outbox.message_of(request), last)
     return Released(task_id, "released")
 
 
-def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> None:
-    """Note, once, that a request was cancelled while it ran. The caller holds its row."""
+def _publish_last(
+    connection: Connection, root: str, message: WireMessage | None, last: Last
+) -> None:
+    published = None if message is None else last(message)
+    if published is not None:
+        # It runs nothing: there is nothing that it could overtake.
+        free = replace(published, due_us=0, expires_us=None, order_key=None)
+        outbox.enqueue(connection, root, free)
+
+
+def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> str:
+    """Note, once, that a request was cancelled while it ran; return who runs it.
+
+    The caller holds its row.
+    """
     if row.cancelled_us is None:
         connection.execute(
             reservations.update()
@@ -382,6 +407,14 @@ def _mark_cancelled(connection: Connection, row: sa.Row[Any]) -> None:
             )
             .values(cancelled_us=now_us())
         )
+    worker = connection.execute(
+        sa.select(attempts.c.worker).where(
+            attempts.c.root == row.root,
+            attempts.c.reservation_id == row.reservation_id,
+            attempts.c.attempt == row.attempts,
+        )
+    ).scalar()
+    return str(worker or "")
 
 
 def is_cancelled(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:
@@ -402,6 +435,29 @@ def has_ended_cancelled(connection: Connection, root: str, reservation_id: uuid.
         )
     ).scalar()
     return bool(reason == CANCELLED)
+
+
+def leaves_chord(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:
+    """Tell whether a request has ended as cancelled, and its task was not admitted anew since.
+
+    Then nobody else tells its chord that a member is missing. Locks nothing.
+    """
+    other = reservations.alias("other")
+    anew = sa.exists().where(
+        other.c.root == root,
+        other.c.task_id == reservations.c.task_id,
+        other.c.reservation_id != reservations.c.reservation_id,
+        other.c.created_us >= reservations.c.created_us,
+    )
+    found = connection.execute(
+        sa.select(reservations.c.reservation_id).where(
+            reservations.c.root == root,
+            reservations.c.reservation_id == reservation_id,
+            reservations.c.reason == CANCELLED,
+            ~anew,
+        )
+    ).first()
+    return found is not None
 
 
 def drop_next(connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int) -> None:

@@ -359,6 +359,21 @@ def take(
     return message_of(row)
 
 
+def unpublished(connection: Connection, root: str, reservation_id: uuid.UUID) -> WireMessage | None:
+    """Return a reservation's message that was not published yet, the last one; locks nothing."""
+    row = connection.execute(
+        sa.select(outbox)
+        .where(
+            outbox.c.root == root,
+            outbox.c.reservation_id == reservation_id,
+            outbox.c.state != "published",
+        )
+        .order_by(outbox.c.retries.desc())
+        .limit(1)
+    ).first()
+    return None if row is None else message_of(row)
+
+
 def let_follow(connection: Connection, root: str, keys: Iterable[str | None]) -> None:
     """Let the next messages with these order keys be claimed: the first of each is never behind.
 

@@ -192,13 +192,14 @@ def requeue(
     is, where that does not fit. A message that drew on no budget just goes to the outbox, in place
     of the row that has kept a replay of its parent from writing it.
 
-    Locks the row of the quarantine, then as :func:`~celery_budget.store.requests.reserve`. Of two
-    calls at once the second finds it gone.
+    Locks the row of the quarantine, the reservation that has ended, then as
+    :func:`~celery_budget.store.requests.reserve`. Of two calls at once the second finds it gone.
 
     One that has failed begins anew: with no attempt, and no retry.
 
     :raises RequestConflict: where its request was admitted again meanwhile. Nothing was changed.
-    :raises RequestEnding: where it has failed just now, and its result is still to be stored.
+    :raises RequestEnding: where it has failed just now, and its result is still to be stored; of
+        what drew on no budget, where its result is being stored.
     :raises OutboxFull, UnknownBudget, Unready: as by ``reserve``.
     """
     row = _lock(connection, root, some_id)
@@ -206,6 +207,8 @@ def requeue(
         return Missing()
     message = message_of(row, row.due_us)
     if row.request is None:
+        if untold.is_being_told(connection, root, row.task_id):
+            raise RequestEnding(row.task_id)
         outbox.lock_orders(connection, root, [message])
         if row.parent_id is not None:
             claims.recall(connection, root, row.parent_id, row.task_id)
@@ -213,6 +216,9 @@ def requeue(
         _delete(connection, root, row.quarantine_id)
         untold.withdraw(connection, root, row.task_id)
         return Reserved(row.quarantine_id)
+    if row.reservation_id is not None:
+        # Before the balances: usage that comes late locks it first as well.
+        lock(connection, root, row.reservation_id)
     request = _anew(connection, parked.request_of(row))
     if row.reason in ENDED:
         _check_closed(connection, row)
@@ -228,6 +234,7 @@ def requeue(
         raise RequestConflict(request.request_id, request.owner, admitted.task_id)
     if isinstance(admitted, Reserved):
         _delete(connection, root, row.quarantine_id)
+        _note(connection, row, f"requeued as {request.reservation_id}")
         if row.reason in ENDED:
             again.forget(row.task_id)
     return admitted
@@ -270,12 +277,30 @@ def _anew(connection: Connection, request: ReserveRequest) -> ReserveRequest:
 
 
 def discard(connection: Connection, root: str, some_id: str) -> bool:
-    """Delete a message of the quarantine; false where there is none. Locks its row."""
+    """Delete a message of the quarantine; false where there is none.
+
+    Locks its row, then its reservation's, if that is there still.
+    """
     row = _lock(connection, root, some_id)
     if row is None:
         return False
     _delete(connection, root, row.quarantine_id)
+    _note(connection, row, "discarded")
     return True
+
+
+def _note(connection: Connection, row: sa.Row[Any], what: str) -> None:
+    """Add what became of a message to why its request ended, for whoever asks. Locks that."""
+    reason = sa.func.coalesce(reservations.c.reason, row.reason)
+    connection.execute(
+        reservations.update()
+        .where(
+            reservations.c.root == row.root,
+            reservations.c.reservation_id == row.reservation_id,
+            reservations.c.ended_us.is_not(None),
+        )
+        .values(reason=reason.concat(f", {what}"))
+    )
 
 
 def listed(connection: Connection, root: str, limit: int) -> list[Row]:
@@ -294,6 +319,7 @@ def find(connection: Connection, root: str, some_id: str) -> Row | None:
     """Return what has this id, or the last one of the task with this id. Locks nothing."""
     return connection.execute(
         _shown()
+        .add_columns(quarantine.c.envelope)
         .where(quarantine.c.root == root, _named(some_id))
         .order_by(quarantine.c.quarantine_id.desc())
         .limit(1)

@@ -556,7 +556,8 @@ untold = Table(
     Column("reason", Text, nullable=False),
     # What ended; none for a message that drew on no budget.
     Column("reservation_id", Uuid),
-    # How often somebody has set out to store it, and when it is due (again).
+    # How often somebody has set out to store it, negative once the last one has failed, and when it
+    # is due (again).
     Column("tries", Integer, nullable=False),
     Column("due_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),

@@ -31,7 +31,7 @@ from celery_budget.store.reservations import (
     set_holds,
     write_lines,
 )
-from celery_budget.store.schema import extensions, now_us, reservations, usage
+from celery_budget.store.schema import effects, extensions, now_us, reservations, usage
 
 __all__ = ["extend", "is_unmetered", "record", "recorded", "remaining", "unit_of"]
 
@@ -328,14 +328,23 @@ def _note_repeated(
 def recorded(
     connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
 ) -> dict[str, int]:
-    """Return what an attempt has recorded of each unit, be it 0 or again; nothing of the others."""
-    rows = connection.execute(
-        sa.select(usage.c.unit, sa.func.sum(usage.c.amount))
-        .where(
-            usage.c.root == root,
-            usage.c.reservation_id == reservation_id,
-            sa.or_(usage.c.attempt == attempt, usage.c.repeated_by == attempt),
+    """Return what an attempt has recorded of each unit, be it 0 or again; nothing of the others.
+
+    0 as well of what was recorded by an attempt before that had an effect: this one is given what
+    came of it, without the work. So an effect is no free work, but for one that told nothing.
+    """
+    mine = sa.or_(usage.c.attempt == attempt, usage.c.repeated_by == attempt)
+    counted = mine
+    if attempt > 1:
+        had = sa.select(effects.c.attempt).where(
+            effects.c.root == root,
+            effects.c.reservation_id == reservation_id,
+            effects.c.attempt < attempt,
         )
+        counted = sa.or_(mine, usage.c.attempt.in_(had))
+    rows = connection.execute(
+        sa.select(usage.c.unit, sa.func.sum(sa.case((mine, usage.c.amount), else_=0)))
+        .where(usage.c.root == root, usage.c.reservation_id == reservation_id, counted)
         .group_by(usage.c.unit)
     )
     return {unit: int(total) for unit, total in rows}

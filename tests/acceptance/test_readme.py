@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
 from tests.cluster import WAIT, eventually
 
@@ -34,6 +35,34 @@ def test_the_example_is_the_program_of_the_readme() -> None:
     example = [ast.dump(one) for one in ast.parse((EXAMPLE / "shop.py").read_text()).body]
     assert len(program) == 6
     assert [one for one in example if one in program] == program
+
+
+def test_the_embedded_settings_of_the_readme_are_those_that_are_run_here(tmp_path: Path) -> None:
+    [block] = [one for one in blocks("python") if "filesystem://" in one]
+    app = Celery("shop")
+    exec(block.replace("/var/lib/shop", str(tmp_path)), {"app": app})  # noqa: S102 - the page's own
+    printed = {
+        name: app.conf[name]
+        for name in (
+            "budget_database_url",
+            "broker_url",
+            "broker_transport_options",
+            "result_backend",
+            "worker_enable_remote_control",
+        )
+    }
+    show = f"print(json.dumps({{name: shop.app.conf[name] for name in {list(printed)!r}}}))"
+    shop = Shop(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json, shop\n{show}"],
+        cwd=EXAMPLE,
+        env=shop.environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+        check=True,
+    )
+    assert json.loads(done.stdout) == printed
 
 
 def test_the_readme_prints_the_commands_that_are_run_here() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
 
 from celery_budget import settlement
 from celery_budget.core.identity import new_id
@@ -24,7 +26,9 @@ from celery_budget.core.reservations import (
     Tried,
     Unknown,
 )
-from celery_budget.errors import PolicyError
+from celery_budget.errors import PolicyError, StoreError
+from celery_budget.store.canvases import undone
+from celery_budget.store.requests import reserve
 from tests.contract.support import RETURNED, Ledger, admit_many, message_of
 
 SKIPPED = Skipped()
@@ -362,3 +366,33 @@ def test_a_thousand_requests_take_little_memory(ledger: Ledger) -> None:
     assert ledger.balance("org") == (7000, 0)
     assert peak < 100_000_000
     assert admit(ledger, *requests) == outcomes
+
+
+@pytest.mark.parametrize("raises", [None, ZeroDivisionError, KeyboardInterrupt, StoreError])
+def test_a_look_leaves_no_savepoint_and_no_trace(
+    ledger: Ledger, raises: type[BaseException] | None
+) -> None:
+    """Whatever ends it: what goes on in the same transaction is not in its savepoint."""
+    ledger.set("b", 100)
+
+    def look(connection: Connection) -> None:
+        with undone(connection):
+            reserve(connection, ledger.request(1), message_of(ledger.request(1)))
+            if raises is StoreError:
+                connection.execute(text("SELECT no_such_column FROM budget_lines"))
+            if raises is not None:
+                raise raises
+
+    def look_and_go_on(connection: Connection) -> None:
+        errors = (DBAPIError,) if raises is StoreError else raises
+        with pytest.raises(errors) if errors else nullcontext():
+            look(connection)
+        connection.exec_driver_sql("SAVEPOINT mine")
+        with pytest.raises(DBAPIError, match=r"budget_undone"):
+            connection.exec_driver_sql("RELEASE SAVEPOINT budget_undone")
+        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT mine")
+        reserve(connection, last, message_of(last))
+
+    last = ledger.request(2)
+    ledger.store.run(look_and_go_on)
+    assert (held(ledger), ledger.balance()) == ({last.task_id}, (2, 0))

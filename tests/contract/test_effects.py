@@ -132,6 +132,33 @@ def test_a_later_attempt_gets_what_was_stored(funded: Ledger) -> None:
     assert have(funded, funded.run(request)) == Happened('"sent"')
 
 
+@pytest.mark.parametrize("followed", ["retried", "lost"])
+@pytest.mark.parametrize("told", ["both", "tokens", "nothing", "elsewhere"])
+def test_what_is_got_of_an_effect_is_charged_once(funded: Ledger, followed: str, told: str) -> None:
+    """The attempt that had it has told what it used; one that did something else is no proof."""
+    funded.set("money", unit="micro-usd")
+    request = funded.reserve(10, ("money", 20))
+    first = funded.run(request)
+    if told != "nothing":
+        first.record(7)
+    if told == "both":
+        first.record(15, unit="micro-usd")
+    if told != "elsewhere":
+        assert have(funded, first) == Begun()
+    if followed == "retried":
+        request, _ = funded.retry(request, first)
+        assert first.end(replace(RETURNED, kind="retried", payload=None))
+    else:
+        funded.lapse(request)
+        assert funded.recover().rerun == 1
+    second = funded.run(request)
+    assert have(funded, second) == (Begun() if told == "elsewhere" else Happened('"sent"'))
+    assert second.end(RETURNED)
+    spent = {"both": (7, 15), "tokens": (7, 20), "nothing": (10, 20), "elsewhere": (17, 20)}
+    assert funded.balances("b", "money") == [(0, one) for one in spent[told]]
+    assert funded.row(request).unmetered is (told != "both")
+
+
 @pytest.mark.parametrize("claimed", [False, True])
 def test_an_attempt_that_lost_its_claim_has_none(funded: Ledger, claimed: bool) -> None:
     request, lost = abandoned(funded)

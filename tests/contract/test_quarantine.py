@@ -66,6 +66,9 @@ def test_what_is_in_quarantine_is_told(funded: Ledger) -> None:
         "budgeted": True,
         "attempts": None,
         "used": None,
+        "traceback": None,
+        "args": None,
+        "kwargs": None,
     }
     assert len(reconcile.quarantined(funded.store, funded.settings, 1)) == 1
     report = reconcile.report(funded.store, funded.settings)

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from celery_budget import admission, recovery, settlement, telling
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Parked, Reserved, ReserveRequest
+from celery_budget.errors import RequestEnding
 from celery_budget.recovery import Recovered
 from celery_budget.relay import Unpublishable
 from celery_budget.store import lapses, outbox, parked, quarantine, untold
@@ -330,7 +331,7 @@ def test_a_backend_that_is_down_is_asked_three_times_in_a_pass(funded: Ledger) -
     for wanted in (3, 5, 5):
         assert funded.recover() == Recovered()
         assert asked == [request.task_id for request in requests][:wanted]
-    assert [row.tries for row in funded.rows("untold")] == [1] * 5
+    assert [row.tries for row in funded.rows("untold")] == [-1] * 5
     funded.results = whole
     assert funded.tell_all().told == 5
     assert [task_id for task_id, _ in whole.told] == [request.task_id for request in requests]
@@ -348,7 +349,7 @@ def test_one_that_cannot_be_told_waits_longer_each_time_and_holds_up_nobody(
     for tries in (2, 3):
         assert funded.tell_all() == Recovered()
         [row] = funded.rows("untold")
-        assert row.tries == tries
+        assert row.tries == -tries
         assert 0 <= row.due_us - funded.now() - (100 * tries - 60) * SECOND_US < 61 * SECOND_US
     assert funded.recover() == Recovered(), "its time has not come"
     assert len(asked) == 4
@@ -421,6 +422,91 @@ def test_what_was_published_again_from_quarantine_is_not_told(
     assert isinstance(funded.store.run(*again, lock_ms=5000, bound=None), Reserved)
     assert funded.tell_all() == Recovered(told=1)
     assert whole.told == [(other.task_id, "cancelled")]
+
+
+@pytest.mark.parametrize("end", [expire, isolate, never_start, give_up, cancel])
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_is_admitted_while_the_first_is_told_is_published_after_it(
+    funded: Ledger, end: End, dies: bool
+) -> None:
+    whole = funded.results
+    unreachable(funded)
+    funded.results.ready = whole.ready  # type: ignore[method-assign]
+    request, reason = end(funded)
+    funded.put("untold", {"due_us": 1, "tries": 0})
+    [seen] = funded.store.read(untold.due, funded.root, 10)
+    again: list[ReserveRequest] = []
+
+    def ended(task_id: str, reason: str) -> None:
+        again.append(funded.reserve(1, task_id=task_id))
+        other = funded.reserve(1)
+        before = len(funded.broker.published)
+        assert funded.relay().published == 1
+        assert funded.broker.published[before:] == [other.task_id]
+        assert funded.relay().taken == 0
+        whole.told.append((task_id, reason))
+        if dies:
+            raise Crash
+
+    with suppress(Crash):
+        assert telling.tell(funded.store, funded.root, ended, seen)
+    assert whole.told == [(request.task_id, reason)]
+    funded.results = whole
+    if dies:
+        assert funded.tell_all() == Recovered(), "it is another's by now"
+    assert funded.rows("untold") == []
+    funded.make_due(again[0])
+    assert funded.relay().published == 1
+    assert funded.broker.published[-1] == request.task_id
+    assert len(whole.told) == 1
+
+
+def test_what_follows_a_message_that_waits_for_a_result_waits_as_well(funded: Ledger) -> None:
+    funded.set("other")
+    first, _ = cancel(funded)
+    [seen] = funded.store.read(untold.due, funded.root, 10)
+    published = funded.broker.published
+
+    def ended(task_id: str, reason: str) -> None:
+        funded.reserve(1, task_id=task_id, order_key="o")
+        funded.reserve(1, order_key="o")
+        for _ in range(2):
+            assert funded.relay().published == 0
+
+    assert telling.tell(funded.store, funded.root, ended, seen)
+    funded.put("outbox", {"due_us": 1})
+    for _ in range(2):
+        funded.relay()
+    assert (len(published), published[0]) == (2, first.task_id)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_drew_on_no_budget_is_not_requeued_while_it_is_told(
+    funded: Ledger, dies: bool
+) -> None:
+    request = funded.request(1)
+    funded.store.run(outbox.enqueue, funded.root, message_of(request))
+    whole = funded.results
+    unreachable(funded)
+    funded.broker.on_publish = refuse
+    assert funded.relay().quarantined == 1
+    funded.put("untold", {"due_us": 1, "tries": 0})
+    [seen] = funded.store.read(untold.due, funded.root, 10)
+    again = (quarantine.requeue, funded.root, request.task_id, lambda wire, _: wire)
+
+    def ended(task_id: str, reason: str) -> None:
+        with pytest.raises(RequestEnding):
+            funded.store.run(*again, lock_ms=5000, bound=None)
+        if dies:
+            raise Crash
+
+    with suppress(Crash):
+        assert telling.tell(funded.store, funded.root, ended, seen)
+    if dies:
+        funded.put("untold", {"due_us": 1})
+    assert isinstance(funded.store.run(*again, lock_ms=5000, bound=None), Reserved)
+    funded.results = whole
+    assert (funded.tell_all(), whole.told) == (Recovered(), [])
 
 
 @pytest.mark.parametrize("ended", ["replaced", "replacement"])

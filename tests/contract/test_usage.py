@@ -48,6 +48,55 @@ def test_what_is_no_key_is_not_recorded(funded: Ledger, key: object) -> None:
     assert funded.rows("usage") == []
 
 
+class Limit(BaseException):
+    """Strikes while the ledger is told, as a soft time limit does."""
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("key", [None, "reply"])
+@pytest.mark.parametrize("outcome", [RETURNED, RAISED])
+def test_what_was_interrupted_is_recorded_with_the_end(
+    funded: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+    committed: bool,
+    key: str | None,
+    outcome: Outcome,
+) -> None:
+    request, attempt = funded.start(10)
+    attempt.record(1)
+    wait_out = funded.store.wait_out
+
+    def strike(*args: Any) -> None:
+        if committed:
+            wait_out(*args)
+        raise Limit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(funded.store, "wait_out", strike)
+        with pytest.raises(Limit):
+            attempt.record(4, key=key)
+    assert attempt.end(outcome)
+    assert funded.line(request) == (0, 5, 5)
+    assert len(funded.rows("usage")) == 2
+
+
+def test_what_was_interrupted_and_cannot_be_keeps_no_attempt_from_its_end(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, attempt = funded.start(10)
+
+    def strike(*args: Any) -> None:
+        raise Limit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(funded.store, "wait_out", strike)
+        for amount, unit in ((1, "no such unit"), (MOST, None), (MOST, None)):
+            with pytest.raises(Limit):
+                attempt.record(amount, unit=unit)
+    assert attempt.end(RAISED)
+    assert funded.line(request) == (0, MOST, MOST)
+
+
 def test_keys_may_be_as_long_as_they_say(funded: Ledger) -> None:
     _, attempt = funded.start(10)
     assert attempt.record(1, key="ü" * 255)

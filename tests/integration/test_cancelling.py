@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import states
+from celery import chord, group, states
 from celery.app.task import Context
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import ChordError, TaskRevokedError
 
 from celery_budget import RequestRuns, UnknownRequest, budgeted, usage
+from celery_budget.integration import install
 from celery_budget.integration.context import attach
 from celery_budget.integration.execution import AttemptBackend
+from celery_budget.store import schema
 from tests.cluster import Cluster, eventually
 from tests.contract.support import RETRIED, Ledger
 from tests.integration.commands import Run, runner
@@ -97,30 +99,64 @@ def test_a_running_one_is_shown_with_its_cancellation(shop: Shop, run: Run) -> N
     assert shop.budget.reconcile().open_work["cancelling"] == 0
 
 
-@pytest.mark.parametrize("json", [False, True])
-def test_only_what_runs_is_terminated(
-    shop: Shop, run: Run, json: bool, monkeypatch: pytest.MonkeyPatch
+ANSWERS = {
+    "terminated": [{"w@host": {"ok": "terminate: TASK"}}],
+    "unknown": [{"w@host": {"ok": "terminate: tasks unknown"}}],
+    "cannot": [{"w@host": {"error": "NotImplementedError()"}}],
+    "nobody": [],
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_what_a_worker_says_of_a_termination_is_told(
+    shop: Shop, run: Run, answer: str, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    told: list[Any] = []
-    monkeypatch.setattr(
-        shop.app.control, "revoke", lambda task_id, **options: sent.append((task_id, options))
-    )
+
+    def revoke(task_id: str, **options: Any) -> Any:
+        sent.append((task_id, options))
+        said = ANSWERS[answer]
+        return said and [
+            {node: {kind: text.replace("TASK", task_id) for kind, text in reply.items()}}
+            for one in said
+            for node, reply in one.items()
+        ]
+
+    monkeypatch.setattr(shop.app.control, "revoke", revoke)
+    shop.app.conf.worker_enable_remote_control = listens
+    ledger = Ledger(shop.budget.store, shop.budget.settings)
+    waits = ledger.reserve(1, budget="tenant:a")
+    assert shop.budget.cancel(waits.task_id, terminate=True) == "ended"
+    request = ledger.reserve(1, budget="tenant:a")
+    ledger.run(request, worker="w@host/123")
+    assert sent == []
+    done = run(shop.app, "cancel", request.task_id, "--terminate")
+    options = {"destination": ["w@host"], "terminate": True, "signal": "SIGTERM", "reply": True}
+    assert sent == [(request.task_id, {**options, "timeout": 3.0, "limit": 1})]
+    if answer == "terminated":
+        assert done.out == f"{request.task_id} runs; its worker ends the process that runs it\n"
+    else:
+        no_answer = "it was asked to stop, and no worker says that it ends its process"
+        deaf = "" if listens else "; with worker_enable_remote_control off none can be asked"
+        assert done.out == f"{request.task_id} runs; {no_answer}{deaf}\n"
+    again = run(shop.app, "cancel", request.task_id, "--terminate", "--json").json
+    outcome = "terminated" if answer == "terminated" else "requested"
+    assert again == {"cancelled": request.task_id, "outcome": outcome}
+
+
+def test_nobody_is_asked_to_end_what_runs_in_place(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(type(shop.app.control), "revoke")
+    outcomes: list[str] = []
 
     def body(self: Any) -> None:
-        more = ["--json"] if json else []
-        told.append(run(shop.app, "cancel", self.request.id, "--terminate", *more))
+        outcomes.append(shop.budget.cancel(self.request.id, terminate=True))
 
-    task = declare(shop, body, bind=True)
-    shop.budget.cancel(task.delay().id, terminate=True)
-    assert sent == []
-    result = task.apply()
-    assert sent == [(result.id, {"terminate": True, "signal": "SIGTERM"})]
-    [done] = told
-    if json:
-        assert done.json == {"cancelled": result.id, "outcome": "requested"}
-    else:
-        assert done.out == f"{result.id} runs; its worker was asked to end its process\n"
+    declare(shop, body, bind=True).apply().get()
+    assert outcomes == ["requested"]
 
 
 def test_one_that_was_retried_just_before_stays_revoked(on_both: Shop) -> None:
@@ -181,9 +217,10 @@ def test_a_cancelled_task_does_not_come_again(tenant: Tenant, then: str) -> None
 
 @pytest.mark.redis
 @pytest.mark.postgres
-def test_a_running_task_is_terminated(tenant: Tenant) -> None:
+def test_a_running_task_is_terminated(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "ANSWER_SECONDS", float(WAIT))
     result = running(tenant, "slow", 60)
-    assert tenant.cluster.budget.cancel(result.id, terminate=True) == "requested"
+    assert tenant.cluster.budget.cancel(result.id, terminate=True) == "terminated"
     with pytest.raises(TaskRevokedError):
         result.get(timeout=WAIT)
     tenant.spent(6)
@@ -202,6 +239,58 @@ def test_a_retry_that_waits_is_not_started(tenant: Tenant) -> None:
     with pytest.raises(TaskRevokedError):
         result.get(timeout=WAIT)
     tenant.spent(1)
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+@pytest.mark.parametrize("member", ["eta", "waits", "runs", "rejects"])
+def test_the_chord_of_a_cancelled_member_fails_as_where_celery_revokes_it(
+    tenant: Tenant, member: str
+) -> None:
+    work, name = tenant.task("work"), tenant.name
+    cancelled = {
+        "eta": work.s("late", name).set(countdown=3600),
+        "waits": tenant.task("retried").s(1, name, countdown=3600),
+        "runs": tenant.task("stoppable").s(name, "retry"),
+        "rejects": tenant.task("stoppable").s(name, "reject"),
+    }
+    whole = chord([work.s("early", name), cancelled[member]])(tenant.task("total").s(name))
+    early, result = whole.parent.results
+    early.get(timeout=WAIT)
+    if member == "waits":
+        eventually(lambda: result.state, lambda state: state == states.RETRY)
+    elif member != "eta":
+        eventually(lambda: f"stoppable {name}" in tenant.cluster.journal(), what="its start")
+    runs = member in ("runs", "rejects")
+    assert tenant.cluster.budget.cancel(result.id) == ("requested" if runs else "ended")
+    with pytest.raises(ChordError, match="cancelled"):
+        tenant.cluster.app.AsyncResult(whole.id).get(timeout=WAIT)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=WAIT)
+    used = {"eta": 0, "waits": 1}.get(member, 2)
+    eventually(lambda: tenant.cluster.budget.balance(tenant.budget).reserved, lambda one: one == 0)
+    assert tenant.story(result.id).reservation["reason"] == "cancelled"
+    [line] = tenant.story(result.id).lines
+    assert line["settled"] == used
+    assert tenant.cluster.journal().count(f"late {name}") == 0
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_what_tells_a_chord_is_published_once_and_draws_on_nothing(
+    on_both: Shop, grouped: bool
+) -> None:
+    task = declare(on_both, nothing)
+    countdown = task.s().set(countdown=3600)
+    result = group([countdown]).apply_async().results[0] if grouped else countdown.apply_async()
+    for _ in range(2):
+        assert on_both.budget.cancel(result.id) == "ended"
+    left = on_both.rows(schema.outbox)
+    assert [(row.reservation_id, row.task_id) for row in left] == [(None, result.id)] * grouped
+    assert on_both.relay().published == int(grouped)
+    assert on_both.relay().published == 0
+    assert [one.headers["eta"] for one in on_both.received()] == [None] * grouped
+    assert on_both.amounts("tenant:a") == (0, 0, 10)
+    assert on_both.rows(schema.outbox) == []
 
 
 @pytest.mark.redis

@@ -379,7 +379,7 @@ def test_a_first_session(project: Project, sqlite_url: str) -> None:
     for command in ("list", "relay"):
         early = project.run(command)
         assert (early.code, early.out) == (1, "")
-        assert "run 'celery -A PROJ budget init'" in early.err
+        assert "run 'celery -A proj budget init'" in early.err
         assert "Traceback" not in early.err
     assert project.run("init").code == 0
     done = project.run("set", "acme", "--limit", str(BIG), "--unit", "tokens")

@@ -9,6 +9,7 @@ from celery import states
 
 from celery_budget import budgeted
 from celery_budget.errors import InvalidAmount
+from celery_budget.integration.outcomes import MOST_TRACEBACK, traced
 from celery_budget.store import schema
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop
@@ -28,7 +29,7 @@ def isolate(shop: Shop, estimate: int = 6) -> str:
         task = budgeted(budget="tenant:a", estimate=estimate)(
             shop.app.task(name=TASK, shared=False)(_draft)
         )
-    result = task.delay()
+    result = task.delay(1, b="two")
     kept = shop.rows(schema.outbox)[0].envelope
     shop.sql(schema.outbox.update().values(envelope="[bold]{"))
     assert shop.relay().quarantined == 1
@@ -36,7 +37,7 @@ def isolate(shop: Shop, estimate: int = 6) -> str:
     return str(result.id)
 
 
-def _draft() -> None:
+def _draft(*args: object, **kwargs: object) -> None:
     pass
 
 
@@ -92,7 +93,59 @@ def test_one_is_shown(on_both: Shop, run: Run) -> None:
     assert known["error"].strip() == "ValueError('no')"
     found = run(on_both.app, "quarantine", "show", task_id, "--json").json
     assert (found["attempts"], found["used"]) == (2, {"tenant:a": 4})
+    assert (found["args"], found["kwargs"], found["traceback"]) == ("(1,)", "{'b': 'two'}", None)
+    assert known["arguments"].strip() == "(1,) {'b': 'two'}"
     assert run(on_both.app, "quarantine", "show", "nothing").failed(1, "is in quarantine")
+
+
+def test_a_traceback_is_shown_after_the_error(on_both: Shop, run: Run) -> None:
+    task_id = isolate(on_both)
+    try:
+        raise ValueError("a\x00b")
+    except ValueError as error:
+        told = traced(error)
+    on_both.sql(schema.quarantine.update().values(reason="failed", attempts=1, error=told))
+    facts, shown = run(on_both.app, "quarantine", "show", task_id).out.split("\n\n")
+    assert "ValueError('a" in facts
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert "test_cli_quarantine.py" in shown
+    found = run(on_both.app, "quarantine", "show", task_id, "--json").json
+    assert found["error"] == told.split("\n")[0]
+    assert found["traceback"].splitlines()[0] == shown.splitlines()[0]
+    assert r"a\x00b" in found["traceback"]
+    assert "Traceback" not in run(on_both.app, "quarantine", "list").out
+    [listed] = run(on_both.app, "quarantine", "list", "--json").json["quarantine"]
+    assert listed["error"] == found["error"]
+
+
+@pytest.mark.parametrize(
+    "envelope", ["[bold]{", "[]", "{}", '{"headers": []}', '{"headers": {"argsrepr": 5}}']
+)
+def test_arguments_that_cannot_be_read_are_left_out(shop: Shop, run: Run, envelope: str) -> None:
+    task_id = isolate(shop)
+    shop.sql(schema.quarantine.update().values(envelope=envelope))
+    found = run(shop.app, "quarantine", "show", task_id, "--json").json
+    assert (found["args"], found["kwargs"]) == (None, None)
+    assert "arguments" not in run(shop.app, "quarantine", "show", task_id).facts
+
+
+def test_the_end_of_a_long_traceback_is_kept() -> None:
+    def fall(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("deep")
+        # Two that call each other: Python does not fold their frames.
+        fall_again(depth - 1)
+
+    def fall_again(depth: int) -> None:
+        fall(depth)
+
+    try:
+        fall(200)
+    except ValueError as error:
+        told = traced(error)
+    assert len(told) < MOST_TRACEBACK + 100
+    assert told.rstrip().endswith('raise ValueError("deep")')
+    assert traced(ValueError("none")) == "ValueError('none')"
 
 
 def test_a_full_one_is_told(make_shop: Callable[..., Shop], run: Run) -> None:
@@ -101,6 +154,7 @@ def test_a_full_one_is_told(make_shop: Callable[..., Shop], run: Run) -> None:
     isolate(shop)
     assert "quarantine is full" in run(shop.app, "report").out
     assert run(shop.app, "report", "--json").json["quarantine_full"] is True
+    assert run(shop.app, "relay", "--health", "--json").json["quarantine_full"] is True
 
 
 @pytest.mark.parametrize("by", ["task_id", "quarantine_id"])
@@ -119,6 +173,11 @@ def test_a_message_is_published_again(on_both: Shop, run: Run, by: str) -> None:
     assert [message.headers["id"] for message in on_both.received()] == [task_id]
     said = f"no message '{one[by]}' is in quarantine"
     assert run(on_both.app, "quarantine", "requeue", one[by]).failed(1, said)
+    first, again = run(on_both.app, "explain", task_id, "--json").json["requests"]
+    assert again["reservation"]["reason"] is None
+    became = f"unpublishable, requeued as {again['reservation']['reservation_id']}"
+    assert first["reservation"]["reason"] == became
+    assert f"released: {became}" in run(on_both.app, "explain", task_id).out
 
 
 def test_a_message_is_discarded(on_both: Shop, run: Run) -> None:
@@ -128,6 +187,8 @@ def test_a_message_is_discarded(on_both: Shop, run: Run) -> None:
     assert (done.code, done.json) == (0, {"discarded": task_id})
     assert run(on_both.app, "quarantine", "discard", task_id).failed(1, "is in quarantine")
     assert on_both.counts()["released"] == 1
+    told = run(on_both.app, "explain", task_id).facts["state"].strip()
+    assert told == "released: unpublishable, discarded"
 
 
 def test_a_requeued_one_is_told_in_json(shop: Shop, run: Run) -> None:

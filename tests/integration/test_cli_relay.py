@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from celery_budget import budgeted
 from celery_budget.core.identity import new_id
-from celery_budget.store import relays
+from celery_budget.store import relays, schema
 from celery_budget.store.schema import relays as table
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop
@@ -46,6 +47,30 @@ def test_a_relay_that_was_seen_here_is_healthy(on_both: Shop, run: Run) -> None:
         "host", "pid", "started_us", "seen_us", "seconds", "sleeping"
     }  # fmt: skip
     assert 5 <= found.json["relays"][0]["seconds"] < 60
+
+
+def test_a_full_quarantine_is_told_and_needs_no_restart(
+    make_shop: Callable[..., Shop], run: Run
+) -> None:
+    shop = make_shop(budget_max_quarantine=1)
+    seen(shop)
+    done = run(shop.app, "relay", "--health")
+    assert (done.code, done.err) == (0, "")
+    assert run(shop.app, "relay", "--health", "--json").json["quarantine_full"] is False
+
+    def draft() -> None:
+        pass
+
+    task = shop.app.task(name="kept", shared=False)(draft)
+    shop.budget.set("tenant:a", limit=10, unit="tokens")
+    budgeted(budget="tenant:a", estimate=1)(task).delay()
+    shop.sql(schema.outbox.update().values(envelope="{"))
+    assert shop.relay().quarantined == 1
+    done = run(shop.app, "relay", "--health")
+    said = "quarantine is full: what fails for good is not kept; see "
+    assert (done.code, done.err) == (0, f"{said}'celery -A PROJ budget quarantine list'\n")
+    found = run(shop.app, "relay", "--health", "--json")
+    assert (found.code, found.json["ok"], found.json["quarantine_full"]) == (0, True, True)
 
 
 @pytest.mark.parametrize("ago", [None, 16])

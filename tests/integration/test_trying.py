@@ -86,6 +86,8 @@ def test_attempts_are_counted_and_the_last_error_stands(tenant: Tenant) -> None:
         2,
         {tenant.budget: 4},
     )
+    assert one["args"] == f"({tenant.name!r}, {name!r})"
+    assert "in limited\n" in one["traceback"]
     assert tenant.outcomes(first.id) == ["retried", "raised"]
     tenant.spent(4)
     eventually(lambda: f"told {first.id}" in tenant.cluster.journal())

@@ -21,8 +21,10 @@ from celery_budget import (
     UnknownPrice,
     budgeted,
     cost,
+    metering,
     usage,
 )
+from celery_budget.integration import streams
 from celery_budget.store import schema
 from tests.integration.support import Shop
 from tests.integration.tenant import WAIT, Tenant
@@ -463,6 +465,101 @@ def test_a_stream_that_cannot_be_read_is_charged_the_estimate(priced: Tasks) -> 
     priced.run(body)
     assert priced.spent() == (100, 500)
     assert priced.flags() == ["unmetered"]
+
+
+@pytest.mark.parametrize("until", [1, None])
+@pytest.mark.parametrize("how", ["for", "next", "async for", "anext"])
+def test_what_can_be_read_in_both_ways_is_read_in_either(
+    priced: Tasks, how: str, until: int | None
+) -> None:
+    """LiteLLM's streams have both."""
+    source = AsyncSource(CHUNKS)
+
+    async def read_it(stream: Any) -> list[Any]:
+        if how == "anext":
+            seen = [await anext(stream)]
+            if until is None:
+                seen += [chunk async for chunk in stream]
+        else:
+            seen = [chunk async for chunk in stream] if until is None else []
+            async for chunk in stream:
+                seen.append(chunk)
+                break
+        await stream.aclose()
+        return seen
+
+    def body() -> list[Any]:
+        stream = usage.stream(source)
+        if "a" in how:
+            return asyncio.run(read_it(stream))
+        seen = [next(stream)] if how == "next" else []
+        for chunk in stream:
+            if len(seen) == until:
+                break
+            seen.append(chunk)
+        stream.close()
+        return seen
+
+    assert priced.run(body) == CHUNKS[:until]
+    assert priced.spent() == ((45, 60) if until is None else (100, 500))
+
+
+@pytest.mark.parametrize("key", [5, "", "x" * 256, "\x00"], ids=["5", "none", "long", "null"])
+def test_what_is_no_key_is_told_before_a_stream_is_read(priced: Tasks, key: Any) -> None:
+    source = Source(CHUNKS)
+
+    def body() -> None:
+        with pytest.raises(ValueError, match="usage key"):
+            usage.stream(source, key)
+        assert next(source) is CHUNKS[0]
+        usage.record(1)
+
+    priced.run(body, budget=TENANT)
+    assert priced.spent() == (1, 0)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_whatever_a_reply_cannot_be_read_for_it_is_charged(
+    priced: Tasks, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    def fail(*args: Any, **how: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(metering, "read", fail)
+    result = priced.make(lambda: read(Source(CHUNKS), 2 if left else None)).apply()
+    assert result.state == ("SUCCESS" if left else "FAILURE")
+    assert priced.spent() == (100, 500)
+    assert priced.flags() == ["unmetered"]
+
+
+def test_a_stream_that_cannot_be_recorded_keeps_no_task_from_its_end(
+    priced: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    def body() -> None:
+        for _ in range(2):
+            kept.append(usage.stream(Source(CHUNKS)))
+            next(kept[-1])
+        usage.record({"tokens": 1, "micro-usd": 2})
+
+    monkeypatch.setattr(streams, "record_reply", fail)
+    priced.run(body)
+    assert priced.spent() == (1, 2)
+
+
+@pytest.mark.parametrize("odd", ["x" * 256, "\x00", "\ud800"], ids=["long", "null", "surrogate"])
+def test_a_reply_is_known_by_an_id_that_is_no_key(priced: Tasks, odd: str) -> None:
+    def body() -> None:
+        assert usage.record(told(id=odd))
+        assert not usage.record(told(id=odd))
+        assert usage.record(told(id=f"{odd}2"))
+
+    priced.run(body)
+    assert priced.spent() == (100, 120)
 
 
 def test_an_unknown_price_is_told_at_the_end_of_a_stream(priced: Tasks) -> None:

@@ -208,6 +208,30 @@ def test_nonsense_is_an_error(name: str, path: list[str], value: Any) -> None:
         read(wrong(name, path, value), provider=PROVIDERS[name])
 
 
+@pytest.mark.parametrize(
+    "value", [one for one in NONSENSE if one not in (None, ...)] + [[], {}, b"1"], ids=repr
+)
+@pytest.mark.parametrize("name", ["promptTokenCount", "candidatesTokenCount"])
+def test_so_it_is_where_the_package_takes_it_for_nothing(name: str, value: Any) -> None:
+    """Google leaves out what is 0; what is no number is not."""
+    with pytest.raises(BudgetError):
+        read(wrong("google_generate_content", ["usageMetadata", name], value))
+
+
+@pytest.mark.parametrize("value", ["12", [], True], ids=repr)
+@pytest.mark.parametrize(
+    "path",
+    [
+        ["usage", "prompt_tokens_details", "cached_tokens"],
+        ["usage", "completion_tokens_details", "reasoning_tokens"],
+    ],
+    ids=["cached", "reasoned"],
+)
+def test_so_is_a_part_that_is_no_number(path: list[str], value: Any) -> None:
+    with pytest.raises(InvalidReply):
+        read(wrong("openai_chat", path, value))
+
+
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1.5, 2007, 2**70], ids=repr)
 def test_so_is_a_part_that_cannot_be(value: Any) -> None:
     path = ["usage", "prompt_tokens_details", "cached_tokens"]
