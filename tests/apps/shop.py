@@ -70,6 +70,16 @@ def make_app(conf: dict[str, Any]) -> Celery:
         return name
 
     @budgeted(budget=TENANT, estimate=6)
+    @app.task(name="shop.done", shared=False, acks_late=True)
+    def done(name: str, tenant: str) -> str:
+        """Record first, then run until the file ``name`` appears: nothing is left but to end."""
+        note(f"start {name}")
+        usage.record(4)
+        wait_for(Path(journal).parent / name)
+        note(f"end {name}")
+        return name
+
+    @budgeted(budget=TENANT, estimate=6)
     @app.task(name="shop.busy", shared=False, bind=True, acks_late=True)
     def busy(self: Any, number: int, seconds: float, tenant: str) -> int:
         """Take some time and use 5 units."""
@@ -122,7 +132,7 @@ def make_app(conf: dict[str, Any]) -> Celery:
         """An errback or callback without a budget."""
         note("notice")
 
-    del draft, quiet, held, held_early, busy, fail, flaky, early_retry, plain, notice
+    del draft, quiet, held, held_early, done, busy, fail, flaky, early_retry, plain, notice
     return app
 
 
