@@ -359,7 +359,8 @@ def _read(content: bytes) -> Entry:
     if kind == "usage":
         used = values.pop("used")
         amounts = {unit: int(amount) for unit, amount in used.pop("amounts")}
-        return Usage(**values, used=Used(amounts, **used))
+        incomplete = tuple(used.pop("incomplete"))
+        return Usage(**values, used=Used(amounts, incomplete=incomplete, **used))
     if kind == "ended":
         outcome = values.pop("outcome")
         again, keep = outcome.pop("again"), outcome.pop("keep")

@@ -28,23 +28,26 @@ HEARD_SECONDS = 0.1
 class Stopping:
     """Whether this worker stops; seen by the processes that its main process has forked.
 
-    One byte that they share: a signal reaches the main process alone.
+    One byte that they share: a signal reaches the main process alone. Where that is gone, and they
+    are not, it has stopped as well.
     """
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 1)
+        self._main = os.getpid()
 
     def set(self) -> None:
         """Tell that it does."""
         self._shared[0] = 1
 
     def clear(self) -> None:
-        """Take that back: another worker starts in this process."""
+        """Take that back: this process is the main one of a worker that starts."""
         self._shared[0] = 0
+        self._main = os.getpid()
 
     def is_set(self) -> bool:
         """Tell whether it does."""
-        return self._shared[0] == 1
+        return self._shared[0] == 1 or self._main not in (os.getpid(), os.getppid())
 
     def wait(self, timeout: float, /) -> bool:
         """Wait for so many seconds, or until it does; tell whether it does."""

@@ -170,6 +170,22 @@ def die_once_after(point: str, marker: Path) -> None:
     setattr(owner, name, call)
 
 
+def wait_after(point: str, folder: Path) -> None:
+    """Have the first attempt that gets past ``end`` or so wait for the file ``on`` before it goes on.
+
+    The file ``at`` appears meanwhile.
+    """
+    function = getattr(settlement.Attempt, point)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        (folder / "at").touch()
+        wait_for(folder / "on")
+        return result
+
+    setattr(settlement.Attempt, point, call)
+
+
 def break_once(app: Celery, name: str, marker: Path) -> None:
     """Have the first call of a method of the result backend fail, as if its server was away."""
     function = getattr(app.backend, name)
@@ -188,6 +204,8 @@ if "SHOP_CONF" in os.environ:
     _conf = json.loads(os.environ["SHOP_CONF"])
     if "shop_die_after" in _conf:
         die_once_after(_conf["shop_die_after"], Path(_conf["shop_journal"] + ".died"))
+    if "shop_wait_after" in _conf:
+        wait_after(_conf["shop_wait_after"], Path(_conf["shop_journal"]).parent)
     app = make_app(_conf)
     if "shop_break" in _conf:
         break_once(app, _conf["shop_break"], Path(_conf["shop_journal"] + ".broke"))

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
+from celery import chain
 from celery.exceptions import TimeLimitExceeded
 
 from celery_budget.store.schema import attempts, usage
@@ -149,6 +151,47 @@ def test_a_worker_that_is_killed_while_it_waits(
     check(cluster, result, spent, ["start go", "end go"])
 
 
+def test_a_child_whose_worker_is_killed_waits_no_more(
+    own_postgres: PostgresServer, away: Callable[..., Cluster]
+) -> None:
+    cluster = away()
+    worker = cluster.worker()
+    result = began(cluster, "done")
+    children = worker.children()
+    own_postgres.kill()
+    cluster.release("go")
+    eventually(lambda: kinds(cluster), lambda found: found == [ENDED])
+    worker.popen.kill()
+    assert not psutil.wait_procs(children, WAIT)[1]
+    assert kinds(cluster) == [ENDED]
+    own_postgres.restart()
+    cluster.worker()
+    check(cluster, result, 4, ["start go", "end go"])
+
+
+def test_what_follows_is_published_by_the_next_worker(
+    own_postgres: PostgresServer, away: Callable[..., Cluster]
+) -> None:
+    """The ledger goes away when it knows the end, and before the next step of the chain is out."""
+    cluster = away(shop_wait_after="end", budget_lease_seconds=5)
+    worker = cluster.worker()
+    (cluster.folder / "go").touch()
+    result = chain(cluster.task("done").s("go", "a"), cluster.task("plain").s()).delay()
+    eventually((cluster.folder / "at").exists)
+    own_postgres.kill()
+    cluster.release("on")
+    worker.says("trying again")
+    ends(worker)
+    assert cluster.journal() == ["start go", "end go"]
+    own_postgres.restart()
+    cluster.worker()
+    assert result.get(timeout=WAIT) == "go"
+    cluster.settle()
+    assert cluster.journal() == ["start go", "end go", "plain go"]
+    assert cluster.budget.balance("tenant:a").spent == 4
+    assert result.parent.get(timeout=WAIT) == "go"
+
+
 def test_what_was_used_counts_where_the_work_was_killed(
     own_postgres: PostgresServer, away: Callable[..., Cluster]
 ) -> None:
@@ -267,5 +310,3 @@ def test_a_folder_that_cannot_be_written(
     assert result.get(timeout=WAIT) == "go"
     cluster.settle()
     assert cluster.budget.balance("tenant:a").spent == 4
-
-
