@@ -171,10 +171,7 @@ def die_once_after(point: str, marker: Path) -> None:
 
 
 def wait_after(point: str, folder: Path) -> None:
-    """Have the first attempt that gets past ``end`` or so wait for the file ``on`` before it goes on.
-
-    The file ``at`` appears meanwhile.
-    """
+    """Have each attempt that gets past ``point`` wait for the file ``on``, once ``at`` is there."""
     function = getattr(settlement.Attempt, point)
 
     def call(*args: Any, **kwargs: Any) -> Any:

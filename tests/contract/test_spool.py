@@ -1,4 +1,4 @@
-"""What a worker could not tell the ledger, told later: once, and only while it is still its to say."""
+"""What a worker could not tell the ledger, told later: once, and while it is its to say."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_was_used_and_how_it_ended(worker: Worker) -> None:
 def test_a_ledger_that_comes_back_in_time_leaves_nothing(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, attempt = worker.start()
+    _, attempt = worker.start()
     worker.store.away = True
     found: list[list[str]] = []
 
