@@ -38,9 +38,7 @@ def away(
             broker_url=request.getfixturevalue(broker),
             result_backend=redis_url,
             budget_database_url=own_postgres.create_database(),
-            budget_lease_seconds=LONG,
-            budget_republish_seconds=LONG,
-            **more,
+            **{"budget_lease_seconds": LONG, "budget_republish_seconds": LONG, **more},
         )
         cluster.budget.set("tenant:a", limit=1000, unit="tokens")
         cluster.relay()
