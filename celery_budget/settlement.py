@@ -41,7 +41,7 @@ from celery_budget.core.usage import Used
 from celery_budget.errors import BudgetError, EnlistError, ReservationExhausted, StoreError
 from celery_budget.settings import Settings
 from celery_budget.spool import Ended as EndedEntry
-from celery_budget.spool import Entry, Held, Lost, Patience, Spool
+from celery_budget.spool import Entry, Held, Patience, Spool
 from celery_budget.spool import Usage as UsageEntry
 from celery_budget.store import (
     Connection,
@@ -583,7 +583,10 @@ def worker_lost(
     task_id: str,
     boot_id: uuid.UUID,
     may_rerun: bool,
-    of: Lost | None = None,
+    tell: bool = False,
+    *,
+    worker: str | None = None,
+    reservation_id: uuid.UUID | None = None,
 ) -> bool:
     """Bring on a task whose process is known to be gone; tell whether it is not over yet.
 
@@ -593,13 +596,13 @@ def worker_lost(
 
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
-    :param of: what is told late: it is not about another process or another reservation that has
-        come to the task since.
+    :param tell: whether the result of a lost one is to be told, since Celery stores none.
+    :param worker: the process, where that is told late: another one may have the task by now.
+    :param reservation_id: likewise the request.
     """
-    worker, only = (None, None) if of is None else (of.worker, of.reservation_id)
-    seen = store.run(lapses.open_of, settings.root, task_id, boot_id, worker)
+    seen = store.run(lapses.open_of, settings.root, task_id, boot_id, worker, reservation_id)
     if seen is None:
-        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun, only)
+        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun, reservation_id)
         return may_rerun
     if seen.ended_us is None:
         again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries
@@ -612,6 +615,7 @@ def worker_lost(
             again=again,
             park_us=settings.park_us,
             only_lapsed=False,
+            tell=tell,
         )
         return state == "waiting"
     if may_rerun and seen.replayable and seen.replays < settings.max_deliveries:
@@ -650,9 +654,26 @@ def replay(store: Store, settings: Settings, entry: Entry) -> None:
             return
         _alarm(ended.kept, entry.reservation_id, settings)
         if ended.state == "settled" and not ended.cancelled:
-            worker_lost(store, settings, entry.task_id, entry.boot_id, may_rerun=True)
+            worker_lost(
+                store,
+                settings,
+                entry.task_id,
+                entry.boot_id,
+                may_rerun=True,
+                reservation_id=entry.reservation_id,
+            )
     else:
-        worker_lost(store, settings, entry.task_id, entry.boot_id, entry.may_rerun, of=entry)
+        # What may run again has no result: Celery was told to store none.
+        worker_lost(
+            store,
+            settings,
+            entry.task_id,
+            entry.boot_id,
+            entry.may_rerun,
+            tell=entry.may_rerun,
+            worker=entry.worker,
+            reservation_id=entry.reservation_id,
+        )
 
 
 def cancel(

@@ -77,7 +77,8 @@ class Lost:
     """A task whose process is gone, or gave it back before it ran.
 
     :ivar reservation_id: as its message says; none where that came without.
-    :ivar worker: the process, as in the attempt that it may have claimed.
+    :ivar worker: the process, as in the attempt that it may have claimed; empty where it has
+        claimed none.
     :ivar may_rerun: whether its message may come again.
     """
 

@@ -140,7 +140,8 @@ def keep_lost(budget: CeleryBudget, request: Any, may_rerun: bool) -> None:
     """
     pid = getattr(request, "worker_pid", None)
     if pid and pid != os.getpid():
-        _keep(budget, request, request.request_dict.get(HEADER), pid, may_rerun)
+        worker = f"{request.hostname}/{pid}"
+        _keep(budget, request, request.request_dict.get(HEADER), worker, may_rerun)
 
 
 def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
@@ -148,16 +149,16 @@ def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
 
     :param request: the task's.
     """
-    _keep(budget, request, getattr(request, HEADER, None), os.getpid(), may_rerun=True)
+    _keep(budget, request, getattr(request, HEADER, None), "", may_rerun=True)
 
 
-def _keep(budget: CeleryBudget, request: Any, header: object, pid: int, may_rerun: bool) -> None:
+def _keep(budget: CeleryBudget, request: Any, header: object, worker: str, may_rerun: bool) -> None:
     found = parse_header(header)
     lost = Lost(
         budget.settings.root,
         None if found is None else found[1],
         str(request.id),
-        f"{request.hostname}/{pid}",
+        worker,
         BOOT_ID,
         may_rerun,
     )

@@ -191,6 +191,8 @@ class BudgetRequest(Request):
         Celery stores REVOKED from here, also for a duplicate that came after ``expires`` while the
         task runs.
         """
+        if terminated:
+            self._worker_lost(may_rerun=False)
         if terminated or self._released("expired" if expired else "revoked"):
             super()._announce_revoked(reason, terminated, signum, expired)
             return
@@ -260,17 +262,3 @@ def _close(task: Any) -> None:
     if attempt is not None and attempt.called and attempt.settled:
         attempt.settled = False
         attempt.close()
-
-
-@signals.task_revoked.connect
-@_safe
-def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:
-    budget = find_installed(sender.app)
-    if budget is not None and terminated and _is_gated(sender, request):
-        try:
-            settlement.worker_lost(
-                budget.store, budget.settings, str(request.id), BOOT_ID, may_rerun=False
-            )
-        except Exception:
-            keep_lost(budget, request, may_rerun=False)
-            raise

@@ -76,10 +76,12 @@ def open_of(
     task_id: str,
     boot_id: uuid.UUID,
     worker: str | None = None,
+    reservation_id: uuid.UUID | None = None,
 ) -> OpenAttempt | None:
     """Return the open attempt of a task that this worker claimed; none where it has none.
 
     :param worker: only one of this process of it.
+    :param reservation_id: only one of this request of the task.
     """
     row = connection.execute(
         _select_open().where(
@@ -88,6 +90,7 @@ def open_of(
             attempts.c.boot_id == boot_id,
             attempts.c.lease_until_us.is_not(None),
             *([] if worker is None else [attempts.c.worker == worker]),
+            *([] if reservation_id is None else [attempts.c.reservation_id == reservation_id]),
         )
     ).first()
     return None if row is None else OpenAttempt(**row._mapping)
@@ -227,13 +230,14 @@ def abandon(
     park_us: int,
     ready: str | None = None,
     only_lapsed: bool = True,
+    tell: bool = True,
 ) -> str | None:
     """End a running attempt whose outcome is not known; return the state reached.
 
-    None where it has ended or was renewed in the meantime. Its worker has no say any more: where it
-    is lost, its result is to be told. Locks the reservation, its balances, its messages. An effect
-    of the attempt in a transaction that is open has it pass the reservation by (none as well), or
-    wait where the process is known to be gone, and its transaction soon.
+    None where it has ended or was renewed in the meantime. Its worker has no say any more. Locks
+    the reservation, its balances, its messages. An effect of the attempt in a transaction that is
+    open has it pass the reservation by (none as well), or wait where the process is known to be
+    gone, and its transaction soon.
 
     :param again: have it run again, unless it was cancelled: the reservation waits, what this
         attempt recorded stays recorded. Otherwise it is lost and flagged: the greater of recorded
@@ -242,7 +246,8 @@ def abandon(
     :param ready: ``returned`` or ``raised`` where Celery has stored that result: the ledger ends
         with it, charged like a lost one unless something was recorded.
     :param only_lapsed: leave it alone while its lease is valid. Otherwise its process is known to
-        be gone, and Celery, which knows it too, stores the result of a lost one.
+        be gone.
+    :param tell: note that its result is to be told, where it is lost. Otherwise Celery stores it.
     """
     key = (root, reservation_id, attempt, claim_id)
     row = owned(connection, *key, TAKING, pass_by=only_lapsed)
@@ -292,6 +297,6 @@ def abandon(
     if ready == "returned" and row.plan_id is not None:
         plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
-    if state == "lost" and only_lapsed:
+    if state == "lost" and tell:
         untold.note(connection, root, row.task_id, state, reservation_id)
     return state

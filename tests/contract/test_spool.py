@@ -16,7 +16,14 @@ import sqlalchemy as sa
 
 from celery_budget import settlement
 from celery_budget.core.identity import new_id
-from celery_budget.core.reservations import Again, Outcome, ReserveRequest, Running, StoredOutcome
+from celery_budget.core.reservations import (
+    Again,
+    Outcome,
+    Reserved,
+    ReserveRequest,
+    Running,
+    StoredOutcome,
+)
 from celery_budget.core.retries import FAILED, Keep
 from celery_budget.core.usage import Used
 from celery_budget.errors import StoreError
@@ -400,6 +407,49 @@ def test_a_process_that_is_lost_after_its_task_had_ended(worker: Worker) -> None
     leave(worker, lost(worker, request, may_rerun=True))
     worker.replay()
     assert (ledger.state(request), ledger.balance()) == ("settled", (0, 4))
+
+
+@pytest.mark.parametrize("may_rerun", [True, False])
+def test_the_result_of_a_lost_one_is_told_unless_celery_has_stored_it(
+    worker: Worker, may_rerun: bool
+) -> None:
+    request, _ = worker.start(late_ack=False)
+    leave(worker, lost(worker, request, may_rerun=may_rerun))
+    worker.replay()
+    assert worker.ledger.state(request) == "lost"
+    worker.ledger.tell_all()
+    told = [(request.task_id, "lost")] if may_rerun else []
+    assert worker.ledger.results.told == told
+
+
+def test_what_has_taken_the_place_of_a_task_runs_on(worker: Worker) -> None:
+    """It has the task's id, and may be run by the same worker."""
+    ledger = worker.ledger
+    request, attempt = worker.start()
+    following = ledger.request(task_id=request.task_id, nesting=1, finishing=True)
+    assert isinstance(ledger.admit(following, continuation=True), Reserved)
+    second = worker.claim(following)
+    worker.leaves()
+    attempt.end(Outcome("replaced"))
+    leave(worker, lost(worker, request, may_rerun=True))
+    worker.replay()
+    assert (ledger.state(request), ledger.state(following)) == ("settled", "running")
+    assert second.end(RETURNED)
+
+
+def test_a_message_that_was_given_back_stops_nobody_who_runs_it(worker: Worker) -> None:
+    """A second delivery was, in another thread of the same process."""
+    request, attempt = worker.start()
+    given = SimpleNamespace(
+        id=request.task_id,
+        hostname="worker@host",
+        budget_reservation=f"{worker.ledger.root}/{request.reservation_id}",
+    )
+    spooling.keep_unstarted(worker, given)  # type: ignore[arg-type]
+    assert worker.kinds() == ["4"]
+    worker.replay()
+    assert worker.ledger.state(request) == "running"
+    assert attempt.end(RETURNED)
 
 
 def test_another_process_of_the_worker_runs_on(worker: Worker) -> None:

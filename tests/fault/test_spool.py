@@ -285,6 +285,24 @@ def test_a_hard_time_limit_stands(
     assert cluster.journal() == ["start go"]
 
 
+def test_what_is_terminated_stays_so(
+    own_postgres: PostgresServer, away: Callable[..., Cluster]
+) -> None:
+    cluster = away(worker_enable_remote_control=True)
+    cluster.worker()
+    result = began(cluster, "held")
+    own_postgres.kill()
+    result.revoke(terminate=True)
+    eventually(lambda: result.state, lambda state: state == "REVOKED")
+    assert set(kinds(cluster)) == {LOST}
+    own_postgres.restart()
+    eventually(lambda: kinds(cluster), lambda found: not found)
+    cluster.settle()
+    assert cluster.counts()["lost"] == 1
+    assert cluster.budget.balance("tenant:a").spent == 6
+    assert (cluster.journal(), result.state) == (["start go"], "REVOKED")
+
+
 def test_a_folder_that_cannot_be_written(
     own_postgres: PostgresServer, away: Callable[..., Cluster]
 ) -> None:
