@@ -167,17 +167,21 @@ def test_a_child_whose_worker_is_killed_waits_no_more(
     check(cluster, result, 4, ["start go", "end go"])
 
 
+@pytest.mark.parametrize("known", [True, False])
 def test_what_follows_is_published_by_the_next_worker(
-    own_postgres: PostgresServer, away: Callable[..., Cluster]
+    own_postgres: PostgresServer, away: Callable[..., Cluster], known: bool
 ) -> None:
-    """The ledger goes away when it knows the end, and before the next step of the chain is out."""
-    cluster = away(shop_wait_after="end", budget_lease_seconds=5)
+    """The ledger goes away before it knows the end, or before the chain's next step is out."""
+    conf = {"shop_wait_after": "end", "budget_lease_seconds": 5} if known else {}
+    cluster = away(**conf)
     worker = cluster.worker()
-    (cluster.folder / "go").touch()
     result = chain(cluster.task("done").s("go", "a"), cluster.task("plain").s()).delay()
-    eventually((cluster.folder / "at").exists)
+    eventually(lambda: recorded(cluster))
+    if known:
+        cluster.release("go")
+        eventually((cluster.folder / "at").exists)
     own_postgres.kill()
-    cluster.release("on")
+    cluster.release("on" if known else "go")
     worker.says("trying again")
     ends(worker)
     assert cluster.journal() == ["start go", "end go"]
