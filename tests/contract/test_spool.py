@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from celery_budget.spool import ASIDE, Ended, Entry, Lost, Spool, Usage
 from celery_budget.store import Store, engine
 from tests.contract.racers import Beside
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger
+from tests.contract.test_effects import Undo, transaction
 
 WORKER = "worker@host/17"
 OTHER = "worker@host/18"
@@ -317,6 +318,19 @@ def test_a_record_that_a_time_limit_interrupts_is_made_at_the_end(
     assert list(worker.spool.take()) == []
     assert attempt.end(RAISED)
     assert worker.files() == []
+    assert worker.ledger.balance() == (0, 4)
+
+
+def test_what_a_caller_has_rolled_back_is_told_with_the_end(worker: Worker) -> None:
+    _, attempt = worker.start()
+    with suppress(Undo), transaction(worker):  # type: ignore[arg-type]
+        attempt.record(4)
+        raise Undo
+    worker.leaves()
+    attempt.end(RETURNED)
+    # On PostgreSQL it was committed by a connection of the ledger's own.
+    assert worker.kinds() == (["1", "3"] if worker.store.dialect == "sqlite" else ["3"])
+    worker.replay()
     assert worker.ledger.balance() == (0, 4)
 
 
