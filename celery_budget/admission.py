@@ -6,7 +6,6 @@ One transaction in each case, and one round trip on PostgreSQL where it is reser
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from celery_budget.errors import BudgetError
 from celery_budget.settings import Settings
 from celery_budget.store import (
     Connection,
+    Stop,
     Store,
     attempts,
     batch,
@@ -81,7 +81,7 @@ def admit(
     *,
     continuation: bool = False,
     delivered: bool = False,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> Admitted:
     """Reserve ``request`` with ``message`` in the outbox, or refuse it, or park it.
 
@@ -361,7 +361,7 @@ def retry(
     message: WireMessage,
     attempt: int,
     claim_id: uuid.UUID,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> Reserved | Parked | None:
     """Write the message of a running attempt's retry, blocked until that attempt ends.
 
@@ -380,7 +380,7 @@ def activate(
     settings: Settings,
     request: ReserveRequest,
     message: WireMessage,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> Reserved | AlreadyReserved | Missing:
     """Write the message of a planned step whose turn has come; waits out faults of the store."""
     return store.wait_out(stop, plans.activate, request, message)
@@ -391,7 +391,7 @@ def enqueue(
     settings: Settings,
     message: WireMessage,
     parent: uuid.UUID | None = None,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> bool:
     """Write a message that draws on no budget; false where its parent has written it before.
 
@@ -408,11 +408,17 @@ def enqueue(
 
 
 def count_refusal(
-    store: Store, settings: Settings, budget: str, stage: str, task_name: str, requested: int
+    store: Store,
+    settings: Settings,
+    budget: str,
+    stage: str,
+    task_name: str,
+    requested: int,
+    stop: Stop | None = None,
 ) -> None:
     """Count a request that was turned away for another reason than its budget's balance."""
     store.wait_out(
-        None,
+        stop,
         refusals.note_turned_away,
         settings.root,
         new_id(),

@@ -71,6 +71,8 @@ class Settings:
         long again its ``compensate`` is tried.
     :ivar outcome_bytes: up to this size a return value is kept until its attempt is closed, so
         that a crash in between can be made good.
+    :ivar spool: folder for what a worker could not tell the ledger before it had to stop; a
+        relative one is in the worker's working directory.
     :ivar lock_seconds: how long a statement waits for a lock before it fails as retryable.
     :ivar money_unit: the unit of budgets in money: millionths of a dollar.
     :ivar prices: prices of models by their names, before those of the genai-prices package; each
@@ -97,6 +99,7 @@ class Settings:
     effect_retention_seconds: float = 604_800.0
     lookup_seconds: float = 3600.0
     outcome_bytes: int = 1_048_576
+    spool: str = "budget-spool"
     lock_seconds: float = 5.0
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -47,8 +47,12 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.settings import Settings
+from celery_budget.spool import Ended as EndedEntry
+from celery_budget.spool import Entry, Held, Patience, Spool
+from celery_budget.spool import Usage as UsageEntry
 from celery_budget.store import (
     Connection,
+    Stop,
     Store,
     attempts,
     continuations,
@@ -75,6 +79,7 @@ __all__ = [
     "go_on",
     "leaves_chord",
     "renew",
+    "replay",
     "revoke",
     "standing",
     "start",
@@ -95,8 +100,9 @@ def claim(
     settings: Settings,
     delivery: Delivery,
     claim_id: uuid.UUID,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
     retries: Retries | None = None,
+    spool: Spool | None = None,
 ) -> Attempt | Running | Closed | Missing:
     """Claim the attempt that ``delivery`` stands for, or tell why it may not run.
 
@@ -104,9 +110,14 @@ def claim(
     request has ended, and is in quarantine.
 
     :param claim_id: the fence to claim under; a repeat with the same one finds its own claim.
+    :param stop: ends waiting for the ledger, here and in all that the attempt does.
+    :param spool: keeps what the attempt cannot tell the ledger.
+    :raises StoreError: where waiting was ended; it is not known to be claimed.
     """
     limits = (retries or None, settings.max_quarantine)
-    claimed = store.wait_out(stop, attempts.claim, delivery, claim_id, settings.lease_us, *limits)
+    claimed = store.wait_out(
+        Patience(stop), attempts.claim, delivery, claim_id, settings.lease_us, *limits
+    )
     if isinstance(claimed, Replay):
         _alarm(claimed.kept, delivery.reservation_id, settings)
     if isinstance(claimed, (Claimed, Replay)):
@@ -120,6 +131,8 @@ def claim(
             claimed.claim_id,
             claimed.stored if isinstance(claimed, Replay) else None,
             stop,
+            spool,
+            delivery,
             begun=time.monotonic() - elapsed_us / 1_000_000,
         )
     return claimed
@@ -211,6 +224,10 @@ def fits_as_key(key: object) -> bool:
     return isinstance(key, str) and 1 <= len(key) <= MAX_KEY_LENGTH and not _NO_TEXT.search(key)
 
 
+class _Stopped(Exception):
+    """The worker stops, and what the ledger was to be told is on disk."""
+
+
 #: What identifies a usage record, and what was used.
 _Record = tuple[str, uuid.UUID, int, str, Used]
 
@@ -229,6 +246,9 @@ class Attempt:
 
     :ivar replay: the outcome of an attempt that ended without being closed; it is to be given
         again, not run again.
+    :ivar stopping: tells that the worker stops; what waits for the ledger then goes on without.
+    :ivar spool: keeps what the ledger could not be told; none in place, where its caller hears it.
+    :ivar delivery: by which it was claimed; none in place.
     :ivar called: whether the task's call is over; what is published now follows from it.
     :ivar replaced: whether the task has put another in its place.
     :ivar error: what the task's call raised; none where it returned.
@@ -241,6 +261,8 @@ class Attempt:
     :ivar within: where its own task has settled it; that may be rolled back.
     :ivar begun: when its request's first attempt started, by this process's clock.
     :ivar spent: why no attempt follows it, where a retry was turned away.
+    :ivar cut_short: whether its task was told an error since the worker stops.
+    :ivar spooled: whether its end waits in the spool, and nothing may follow from it here.
     """
 
     store: Store
@@ -250,7 +272,9 @@ class Attempt:
     number: int
     claim_id: uuid.UUID
     replay: StoredOutcome | None = None
-    stop: threading.Event | None = None
+    stopping: Stop | None = None
+    spool: Spool | None = None
+    delivery: Delivery | None = None
     called: bool = False
     settled: bool = False
     cancelled: bool = False
@@ -263,9 +287,21 @@ class Attempt:
     within: Within | None = None
     begun: float = field(default_factory=time.monotonic)
     spent: str | None = None
+    cut_short: bool = False
+    spooled: bool = False
     _unsure: list[_Record] = field(default_factory=list)
+    _held: list[tuple[Entry, Held]] = field(default_factory=list)
     _sequence: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def stop(self) -> Stop:
+        """What ends one wait for the ledger, of which the task hears by an error."""
+
+        def cut() -> None:
+            self.cut_short = True
+
+        return Patience(self.stopping, on_over=cut)
 
     def record(self, amount: object, key: object = None, unit: object = None) -> bool:
         """Record an amount; see :func:`celery_budget.usage.record`."""
@@ -354,7 +390,7 @@ class Attempt:
 
         There it may be rolled back: the end of the attempt records it once more. So it does where
         a soft time limit, or whatever else is no answer of the ledger, has interrupted this: what
-        was used was used.
+        was used was used. So it does with what the spool has; that counts as recorded.
         """
         try:
             return self._recorded_now(record)
@@ -367,13 +403,22 @@ class Attempt:
     def _recorded_now(self, record: _Record) -> Recorded | AlreadyRecorded:
         caller = self._caller()
         if caller is None:
+            entry = UsageEntry(*record)
             try:
-                return self.store.wait_out(self.stop, usage.record, *record)
+                return self._tell([entry], usage.record, *record)
+            except _Stopped:
+                self._unsure.append(record)
+                return Recorded(late=False, over=False)
             except StoreError:
                 # A balance that the caller has locked: it would be waited for for ever.
                 caller = next((one for one in self._open() if not one.is_async), None)
                 if caller is None:
                     raise
+            except BaseException:
+                # A soft time limit, for one: the end of the attempt tells what is on disk.
+                if self._holds(entry):
+                    self._unsure.append(record)
+                raise
         try:
             outcome = caller.run(usage.record, *record)
         except (EnlistError, StoreError):
@@ -381,6 +426,63 @@ class Attempt:
             raise
         self._unsure.append(record)
         return outcome
+
+    def _tell(
+        self,
+        entries: Sequence[Entry],
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Have the ledger told what the first of ``entries`` says; all are on disk meanwhile.
+
+        They stay there where this is interrupted. Where the ledger refuses, its caller hears it.
+
+        :raises _Stopped: where the worker stops; what was to be told is on disk.
+        """
+        keep = None if self.spool is None else lambda: self._keep(entries)
+        patience = Patience(self.stopping if self.spool else None, keep)
+        try:
+            result = self.store.wait_out(patience, function, *args, **kwargs)
+        except (BudgetError, LookupError) as error:
+            if patience.over:
+                raise _Stopped from error
+            self._drop(entries[:1])
+            raise
+        self._drop(entries[:1])
+        return result
+
+    def _keep(self, entries: Sequence[Entry]) -> bool:
+        """Put on disk what is not there yet; false where that fails."""
+        for entry in entries:
+            if not self._holds(entry):
+                put = None if self.spool is None else self.spool.put(entry)
+                if put is None:
+                    return False
+                with self._lock:
+                    self._held.append((entry, put))
+        return True
+
+    def _holds(self, entry: Entry) -> bool:
+        with self._lock:
+            return any(one == entry for one, _ in self._held)
+
+    def _drop(self, entries: Sequence[Entry]) -> None:
+        """Take entries off the disk again."""
+        with self._lock:
+            dropped = [held for one, held in self._held if one in entries]
+            self._held = [(one, held) for one, held in self._held if one not in entries]
+        for held in dropped:
+            held.drop()
+
+    def leave(self) -> None:
+        """Let be an attempt that does not end here: what it used is on disk, and to be replayed."""
+        if self.spool is not None:
+            self._keep([UsageEntry(*record) for record in self._unsure])
+        with self._lock:
+            left, self._held = self._held, []
+        for _, held in left:
+            held.release()
 
     def _run(
         self, function: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs
@@ -422,18 +524,28 @@ class Attempt:
     def end(self, outcome: Outcome) -> bool:
         """End the attempt with ``outcome``; false where its fence is gone.
 
-        Sets :attr:`settled` where nothing follows but what Celery does with the outcome, and
-        :attr:`cancelled` where that is not to be stored.
+        Sets :attr:`settled` where nothing follows but what Celery does with the outcome,
+        :attr:`cancelled` where that is not to be stored, and :attr:`spooled` where the ledger does
+        not know it.
         """
-        while self._unsure:
-            try:
-                self.store.wait_out(self.stop, usage.record, *self._unsure[0])
-            except (PolicyError, InvalidAmount) as error:
-                # What it would have been told at once, had it not been interrupted.
-                logger.warning("usage that was not recorded: %s", error)
-            del self._unsure[0]
+        entries: list[Entry] = [UsageEntry(*record) for record in self._unsure]
+        if self.delivery is not None:
+            of = (self.delivery.task_id, self.delivery.boot_id)
+            entries.append(EndedEntry(*self._key, outcome, *of))
         end = in_place.end if self.in_place else attempts.end
-        ended = self.store.wait_out(self.stop, end, *self._key, outcome)
+        try:
+            while self._unsure:
+                try:
+                    self._tell(entries, usage.record, *self._unsure[0])
+                except (PolicyError, InvalidAmount) as error:
+                    # What it would have been told at once, had it not been interrupted.
+                    logger.warning("usage that was not recorded: %s", error)
+                del self._unsure[0], entries[0]
+            ended = self._tell(entries, end, *self._key, outcome)
+        except _Stopped:
+            self.spooled = True
+            self.leave()
+            return True
         self.settled = isinstance(ended, Ended) and ended.state == "settled" and not self.in_place
         self.cancelled = isinstance(ended, Ended) and ended.cancelled
         if isinstance(ended, Ended):
@@ -505,6 +617,9 @@ def worker_lost(
     boot_id: uuid.UUID,
     may_rerun: bool,
     tell: bool = False,
+    *,
+    worker: str | None = None,
+    reservation_id: uuid.UUID | None = None,
 ) -> bool:
     """Bring on a task whose process is known to be gone; tell whether it is not over yet.
 
@@ -515,10 +630,12 @@ def worker_lost(
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
     :param tell: whether the result of a lost one is to be told, since Celery stores none.
+    :param worker: the process, where that is told late: another one may have the task by now.
+    :param reservation_id: likewise the request.
     """
-    seen = store.run(lapses.open_of, settings.root, task_id, boot_id)
+    seen = store.run(lapses.open_of, settings.root, task_id, boot_id, worker, reservation_id)
     if seen is None:
-        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun)
+        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun, reservation_id)
         return may_rerun
     if seen.ended_us is None:
         again = may_rerun and seen.rerun and seen.deliveries < settings.max_deliveries
@@ -549,6 +666,52 @@ def worker_lost(
 def leaves_chord(store: Store, root: str, reservation_id: uuid.UUID) -> bool:
     """Tell whether a request was cancelled, so that its chord is still to be told."""
     return store.wait_out_reading(None, continuations.leaves_chord, root, reservation_id)
+
+
+def replay(store: Store, settings: Settings, entry: Entry) -> None:
+    """Tell the ledger what a worker could not; again it changes nothing.
+
+    What was used counts in any case. An outcome counts while its attempt's fence is there. Its
+    worker does nothing with it any more: the message is published again at once, to give it.
+
+    :raises BudgetError, LookupError: where the ledger does not take it, or could not be told.
+    """
+    if isinstance(entry, UsageEntry):
+        record = (entry.root, entry.reservation_id, entry.attempt, entry.key, entry.used)
+        store.run(usage.record, *record)
+    elif isinstance(entry, EndedEntry):
+        key = (entry.root, entry.reservation_id, entry.attempt, entry.claim_id)
+        ended = store.run(attempts.end, *key, entry.outcome)
+        if isinstance(ended, Closed):
+            logger.warning(
+                "attempt %s of reservation %s had lost its claim when its outcome arrived; that is "
+                "refused",
+                entry.attempt,
+                entry.reservation_id,
+            )
+            return
+        _alarm(ended.kept, entry.reservation_id, settings)
+        if ended.state == "settled" and not ended.cancelled:
+            worker_lost(
+                store,
+                settings,
+                entry.task_id,
+                entry.boot_id,
+                may_rerun=True,
+                reservation_id=entry.reservation_id,
+            )
+    else:
+        # What may run again has no result: Celery was told to store none.
+        worker_lost(
+            store,
+            settings,
+            entry.task_id,
+            entry.boot_id,
+            entry.may_rerun,
+            tell=entry.may_rerun,
+            worker=entry.worker,
+            reservation_id=entry.reservation_id,
+        )
 
 
 def cancel(

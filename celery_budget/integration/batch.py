@@ -25,7 +25,7 @@ from celery_budget.core.reservations import Skipped
 from celery_budget.errors import BudgetError, PolicyError
 from celery_budget.integration.context import current_attempt
 from celery_budget.integration.results import BackendResults
-from celery_budget.store import Connection, Store
+from celery_budget.store import Connection, Stop, Store
 from celery_budget.store.batch import TURNED_AWAY
 from celery_budget.store.requests import error_of
 
@@ -253,7 +253,7 @@ def together(budget: CeleryBudget) -> Iterator[Batch]:
 class _WaitedOut:
     """The store's transactions, waiting for as long as the store's fault may pass."""
 
-    def __init__(self, store: Store, stop: threading.Event | None) -> None:
+    def __init__(self, store: Store, stop: Stop | None) -> None:
         self._store = store
         self._stop = stop
 

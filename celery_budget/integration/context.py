@@ -17,6 +17,7 @@ from celery_budget.core.budgets import check_name
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import Admitted
 from celery_budget.errors import NotInstalled
+from celery_budget.store import Stop
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
@@ -112,10 +113,14 @@ def current(app: Celery | None = None) -> Current | None:
 
 @dataclass
 class Delivered:
-    """A message that a worker has received without a reservation, on its way through the gate."""
+    """A message that a worker has received without a reservation, on its way through the gate.
+
+    :ivar stop: ends waiting for the ledger.
+    """
 
     task_id: str
     park: bool
+    stop: Stop | None = None
     admitted: Admitted | None = field(default=None)
 
 

@@ -29,6 +29,7 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
+from celery_budget.errors import StoreError
 from celery_budget.integration import eager
 from celery_budget.integration.context import (
     BOOT_ID,
@@ -50,6 +51,7 @@ from celery_budget.integration.outcomes import (
 )
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
+from celery_budget.integration.spooling import keep_unstarted, stopping
 
 if TYPE_CHECKING:
     import uuid
@@ -68,7 +70,8 @@ def execute(
     """Run ``task``'s ``body`` under its reservation, or do what its delivery calls for.
 
     :raises Ignore: for a delivery that may not run, and for an attempt that lost its claim while
-        it ran: no result, chord or chain is touched.
+        it ran, or whose end the ledger could not be told before the worker had to stop: no result,
+        chord or chain is touched.
     """
     request = task.request
     if request.is_eager:
@@ -120,7 +123,27 @@ def execute(
 def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
     undisturbed(attempt.finish_streams)
     attempt.called = True
-    if not undisturbed(attempt.end, outcome):
+    if attempt.cut_short and outcome.kind in ("raised", "rejected"):
+        # Not for a reason of its own.
+        undisturbed(attempt.leave)
+        logger.warning(
+            "attempt %s of reservation %s waited for the ledger, and the worker stops; recovery "
+            "will bring it on",
+            attempt.number,
+            attempt.reservation_id,
+        )
+        raise Ignore("the worker stops")
+    ended = undisturbed(attempt.end, outcome)
+    if attempt.spooled:
+        logger.warning(
+            "attempt %s of reservation %s has ended as %s, and the worker stops; that is in the "
+            "spool, for the next one",
+            attempt.number,
+            attempt.reservation_id,
+            outcome.kind,
+        )
+        raise Ignore("the worker stops, and the outcome is in its spool")
+    if not ended:
         logger.warning(
             "attempt %s of reservation %s lost its claim while it ran; its outcome is refused",
             attempt.number,
@@ -154,8 +177,26 @@ def _claim(
     """Claim the attempt this delivery stands for.
 
     :raises Ignore: where another delivery runs or has ended it, or the request is parked.
-    :raises Reject: where it came without a reservation and those are to be rejected.
+    :raises Reject: where it came without a reservation and those are to be rejected; to be
+        delivered again, where the worker stops while it waits for the ledger.
     """
+    try:
+        return _try_claim(budget, task, args, kwargs)
+    except StoreError as error:
+        if not stopping.is_set():
+            raise
+        logger.warning(
+            "task %s[%s] is given back, as the worker stops: %s", task.name, task.request.id, error
+        )
+        if task.acks_late:
+            raise Reject("the worker stops", requeue=True) from error
+        keep_unstarted(budget, task.request)
+        raise Ignore("the worker stops") from error
+
+
+def _try_claim(
+    budget: CeleryBudget, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> settlement.Attempt:
     found = parse_header(getattr(task.request, HEADER, None))
     retries = task.budget_retries(args, kwargs)
     if found is not None:
@@ -187,7 +228,14 @@ def _claim_reserved(
         losses.inquires,
     )
     return undisturbed(
-        settlement.claim, budget.store, budget.settings, delivery, new_id(), None, retries
+        settlement.claim,
+        budget.store,
+        budget.settings,
+        delivery,
+        new_id(),
+        stopping,
+        retries,
+        budget.spool,
     )
 
 
@@ -233,7 +281,8 @@ def _admit_delivered(
             "is 'reject'",
             requeue=False,
         )
-    delivered = Delivered(str(request.id), park=True)
+    # One that is acknowledged is nowhere else, and waits.
+    delivered = Delivered(str(request.id), park=True, stop=stopping if task.acks_late else None)
     with delivering(delivered):
         task.signature_from_request(request, args, kwargs, retries=request.retries).apply_async(
             add_to_parent=False
@@ -258,6 +307,7 @@ def _count_rejected(
         terms.stage,
         task.name,
         terms.evaluation.estimate,
+        stopping,
     )
 
 
@@ -336,11 +386,12 @@ class AttemptBackend:
         """Store that a task is retried, and again that it was cancelled where it was meanwhile."""
         stored = self._backend.mark_as_retry(task_id, exc, *args, request=request, **kwargs)
         attempt, budget = attempt_of(request), find_installed(self._backend.app)
-        if (
-            attempt is not None
-            and budget is not None
-            and not attempt.in_place
-            and undisturbed(attempt.cancelled_since, task_id)
-        ):
-            _tell_result(budget, task_id)
+        if attempt is not None and budget is not None and not attempt.in_place:
+            try:
+                if undisturbed(attempt.cancelled_since, task_id):
+                    _tell_result(budget, task_id)
+            except StoreError:
+                if not attempt.cut_short:
+                    raise
+                logger.warning("it is not known whether task %s was cancelled", task_id)
         return stored

@@ -41,6 +41,7 @@ from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
 from celery_budget.integration.context import (
     HEADER,
+    Delivered,
     current_attempt,
     delivered_now,
     header,
@@ -50,6 +51,7 @@ from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt
+from celery_budget.store import Stop
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
@@ -195,6 +197,7 @@ class Gate:
             wire,
             continuation=delivered.park if delivered else call.origin == "continuation",
             delivered=delivered is not None,
+            stop=_stop_of(attempt, delivered),
         )
         if delivered is not None:
             delivered.admitted = result
@@ -407,6 +410,13 @@ def _origin(message: Any, attempt: Attempt | None) -> str:
 def _task_id(message: Any) -> str:
     """Return the id of the task a message starts; protocol 1 has it in the body."""
     return str(message.headers["id"] if message.headers else message.body["id"])
+
+
+def _stop_of(attempt: Attempt | None, delivered: Delivered | None) -> Stop | None:
+    """Return what ends waiting for the ledger."""
+    if attempt is not None:
+        return attempt.stop
+    return None if delivered is None else delivered.stop
 
 
 def _queue_name(options: dict[str, Any]) -> str:

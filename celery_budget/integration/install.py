@@ -23,6 +23,7 @@ from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
 from celery_budget.integration.ledger import Ledger
 from celery_budget.integration.results import BackendResults
+from celery_budget.spool import Spool
 
 __all__ = ["CeleryBudget"]
 
@@ -62,6 +63,11 @@ class CeleryBudget(Ledger):
     def brokers(self) -> Brokers:
         """The brokers that messages may go to: the application's, and ``budget_brokers``."""
         return Brokers(self.app, self.settings.brokers)
+
+    @cached_property
+    def spool(self) -> Spool:
+        """What this application's workers could not tell the ledger."""
+        return Spool(self.settings.spool, f"{self.store.place} {self.settings.root}")
 
     def cancel(
         self, task_id: str, terminate: bool = False, signal: str = "SIGTERM"

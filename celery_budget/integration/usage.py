@@ -36,8 +36,8 @@ def record(
     """Record what the task that this thread runs has used.
 
     It is in the ledger when this returns, whatever becomes of the task. A fault of the ledger's
-    database is waited out. More than was reserved is recorded in full, added to the hold at once
-    and flagged.
+    database is waited out; where the worker has to stop meanwhile, it is on disk, for the next one.
+    More than was reserved is recorded in full, added to the hold at once and flagged.
 
     :param used: an integer from 0 to 2^63-1; a mapping of units to such amounts, all recorded or
         none; or a provider's reply, as a dictionary or its client's object, which is counted in

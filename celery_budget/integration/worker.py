@@ -28,6 +28,13 @@ from celery_budget.integration.gated import GatedTask
 from celery_budget.integration.inline import upgrade_inline
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.integration.leases import renew_until
+from celery_budget.integration.spooling import (
+    keep_lost,
+    prepare,
+    replay,
+    start_replaying,
+    stopping,
+)
 from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
 
 __all__ = ["BudgetRequest", "LeaseStep"]
@@ -46,6 +53,12 @@ def _on_shutdown(**_: Any) -> None:
     _stopped.set()
 
 
+@signals.worker_shutting_down.connect
+def _on_shutting_down(**_: Any) -> None:
+    # Before any step is stopped: solo runs its task where that would be done.
+    stopping.set()
+
+
 class LeaseStep(bootsteps.StartStopStep):
     """Keeps the leases of this worker's attempts alive, from a thread of its main process.
 
@@ -53,6 +66,13 @@ class LeaseStep(bootsteps.StartStopStep):
     """
 
     requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        super().__init__(parent, **kwargs)
+        budget = find_installed(parent.app)
+        if budget is not None:
+            # Before the pool is forked.
+            prepare(budget)
 
     def start(self, parent: Any) -> None:
         """Check tasks and ledger, then start renewing.
@@ -70,9 +90,14 @@ class LeaseStep(bootsteps.StartStopStep):
             name="budget-leases",
             daemon=True,
         ).start()
+        start_replaying(budget, _stopped)
 
     def stop(self, parent: Any) -> None:
-        """Go on: steps are stopped before the pool has ended its tasks, whose leases must live."""
+        """Go on: steps are stopped before the pool has ended its tasks, whose leases must live.
+
+        They wait for the ledger no more.
+        """
+        stopping.set()
 
     terminate = stop
 
@@ -232,11 +257,15 @@ class BudgetRequest(Request):
         if budget is None or not _is_gated(self.task, self):
             return False
         try:
+            if may_rerun:
+                # It may have ended its attempt, and waited to tell so.
+                replay(budget)
             return settlement.worker_lost(
                 budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun, tell
             )
         except Exception:
             logger.exception("the ledger could not be told that a worker was lost")
+            keep_lost(budget, self, may_rerun)
             return may_rerun
 
 

@@ -7,6 +7,6 @@ that at the edges. Locks are taken in one order everywhere: reservations by id, 
 
 from sqlalchemy.engine import Connection
 
-from celery_budget.store.engine import Store
+from celery_budget.store.engine import Stop, Store
 
-__all__ = ["Connection", "Store"]
+__all__ = ["Connection", "Stop", "Store"]

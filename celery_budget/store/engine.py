@@ -30,7 +30,7 @@ from celery_budget.errors import (
 )
 from celery_budget.store.unready import Unready
 
-__all__ = ["PREPARATIONS", "Store", "Writer", "enlisted", "state_of"]
+__all__ = ["PREPARATIONS", "Stop", "Store", "Writer", "enlisted", "state_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,13 @@ LOCK_NOT_AVAILABLE = "55P03"
 _READ = "budget_read"
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+class Stop(Protocol):
+    """What ends waiting; a :class:`threading.Event`, for one."""
+
+    def wait(self, timeout: float, /) -> bool:
+        """Wait for so many seconds, or until waiting is to end; tell whether it is."""
 
 
 class Writer(Protocol):
@@ -119,6 +126,14 @@ class Store:
     def url(self) -> str:
         """The URL without its password, for messages."""
         return _shown(self._engine)
+
+    @property
+    def place(self) -> str:
+        """Which database it is, whoever connects to it, and however."""
+        url = self._engine.url
+        host = url.host or url.query.get("host", "")
+        port = url.port or url.query.get("port", "")
+        return f"{url.get_backend_name()}://{host}:{port}/{url.database}"
 
     @property
     def engine(self) -> Engine:
@@ -250,7 +265,7 @@ class Store:
 
     def wait_out(
         self,
-        stop: threading.Event | None,
+        stop: Stop | None,
         function: Callable[Concatenate[Connection, P], R],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -267,7 +282,7 @@ class Store:
 
     def wait_out_reading(
         self,
-        stop: threading.Event | None,
+        stop: Stop | None,
         function: Callable[Concatenate[Connection, P], R],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -281,7 +296,7 @@ class Store:
         self,
         connect: Callable[[], Any],
         tries: int | None,
-        stop: threading.Event | None,
+        stop: Stop | None,
         function: Callable[Concatenate[Connection, P], R],
         *args: P.args,
         **kwargs: P.kwargs,

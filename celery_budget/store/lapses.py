@@ -84,31 +84,51 @@ class OpenAttempt:
 
 
 def open_of(
-    connection: Connection, root: str, task_id: str, boot_id: uuid.UUID
+    connection: Connection,
+    root: str,
+    task_id: str,
+    boot_id: uuid.UUID,
+    worker: str | None = None,
+    reservation_id: uuid.UUID | None = None,
 ) -> OpenAttempt | None:
-    """Return the open attempt of a task that this worker claimed; none where it has none."""
+    """Return the open attempt of a task that this worker claimed; none where it has none.
+
+    :param worker: only one of this process of it.
+    :param reservation_id: only one of this request of the task.
+    """
     row = connection.execute(
         _select_open().where(
             attempts.c.root == root,
             reservations.c.task_id == task_id,
             attempts.c.boot_id == boot_id,
             attempts.c.lease_until_us.is_not(None),
+            *([] if worker is None else [attempts.c.worker == worker]),
+            *([] if reservation_id is None else [attempts.c.reservation_id == reservation_id]),
         )
     ).first()
     return None if row is None else OpenAttempt(**row._mapping)
 
 
-def unclaimed_lost(connection: Connection, root: str, task_id: str, again: bool) -> None:
+def unclaimed_lost(
+    connection: Connection,
+    root: str,
+    task_id: str,
+    again: bool,
+    reservation_id: uuid.UUID | None = None,
+) -> None:
     """Bring on a request whose worker process died before it claimed the attempt.
 
     Locks its reservation, then its message. With ``again`` the message is published anew,
     otherwise the hold is given back. Nothing is done where it runs elsewhere or has ended.
+
+    :param reservation_id: only this request of the task.
     """
     found = connection.execute(
         sa.select(reservations.c.reservation_id).where(
             reservations.c.root == root,
             reservations.c.task_id == task_id,
             reservations.c.ended_us.is_(None),
+            *([] if reservation_id is None else [reservations.c.reservation_id == reservation_id]),
         )
     ).scalar()
     row = None if found is None else lock(connection, root, found)

@@ -70,6 +70,16 @@ def make_app(conf: dict[str, Any]) -> Celery:
         return name
 
     @budgeted(budget=TENANT, estimate=6)
+    @app.task(name="shop.done", shared=False, acks_late=True)
+    def done(name: str, tenant: str) -> str:
+        """Record first, then run until the file ``name`` appears: nothing is left but to end."""
+        note(f"start {name}")
+        usage.record(4)
+        wait_for(Path(journal).parent / name)
+        note(f"end {name}")
+        return name
+
+    @budgeted(budget=TENANT, estimate=6)
     @app.task(name="shop.busy", shared=False, bind=True, acks_late=True)
     def busy(self: Any, number: int, seconds: float, tenant: str) -> int:
         """Take some time and use 5 units."""
@@ -122,7 +132,7 @@ def make_app(conf: dict[str, Any]) -> Celery:
         """An errback or callback without a budget."""
         note("notice")
 
-    del draft, quiet, held, held_early, busy, fail, flaky, early_retry, plain, notice
+    del draft, quiet, held, held_early, done, busy, fail, flaky, early_retry, plain, notice
     return app
 
 
@@ -160,6 +170,19 @@ def die_once_after(point: str, marker: Path) -> None:
     setattr(owner, name, call)
 
 
+def wait_after(point: str, folder: Path) -> None:
+    """Have each attempt that gets past ``point`` wait for the file ``on``, once ``at`` is there."""
+    function = getattr(settlement.Attempt, point)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        (folder / "at").touch()
+        wait_for(folder / "on")
+        return result
+
+    setattr(settlement.Attempt, point, call)
+
+
 def break_once(app: Celery, name: str, marker: Path) -> None:
     """Have the first call of a method of the result backend fail, as if its server was away."""
     function = getattr(app.backend, name)
@@ -178,6 +201,8 @@ if "SHOP_CONF" in os.environ:
     _conf = json.loads(os.environ["SHOP_CONF"])
     if "shop_die_after" in _conf:
         die_once_after(_conf["shop_die_after"], Path(_conf["shop_journal"] + ".died"))
+    if "shop_wait_after" in _conf:
+        wait_after(_conf["shop_wait_after"], Path(_conf["shop_journal"]).parent)
     app = make_app(_conf)
     if "shop_break" in _conf:
         break_once(app, _conf["shop_break"], Path(_conf["shop_journal"] + ".broke"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,17 @@ def failing(times: int, retryable: bool = True) -> Any:
 
     function.calls = 0  # type: ignore[attr-defined]
     return function
+
+
+def test_its_place_is_the_database_whoever_connects(tmp_path: Path) -> None:
+    place = Store("postgresql://me:secret@host:5433/ledger?prepare_threshold=none").place
+    assert place == Store("postgresql+psycopg://you@host:5433/ledger").place
+    assert place != Store("postgresql://me@host:5433/other").place
+    assert place != Store("postgresql://me@other:5433/ledger").place
+    assert "secret" not in place
+    socket = "postgresql:///ledger?host=/run/one"
+    assert Store(socket).place != Store(socket.replace("one", "other")).place
+    assert Store(f"sqlite:///{tmp_path}/a").place != Store(f"sqlite:///{tmp_path}/b").place
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,0 +1,167 @@
+"""The spool of a worker: what tells its processes that it stops, and who replays what was left."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from celery_budget import settlement
+from celery_budget.errors import BudgetError, SchemaError, StoreError
+from celery_budget.integration.context import BOOT_ID, HEADER, parse_header
+from celery_budget.spool import Ended, Entry, Lost, Usage
+
+if TYPE_CHECKING:
+    from celery_budget.integration.install import CeleryBudget
+
+__all__ = ["keep_lost", "keep_unstarted", "prepare", "replay", "start_replaying", "stopping"]
+
+logger = logging.getLogger(__name__)
+
+#: How soon a process of the pool hears that its worker stops, in seconds.
+HEARD_SECONDS = 0.1
+
+
+class Stopping:
+    """Whether this worker stops; seen by the processes that its main process has forked.
+
+    One byte that they share: a signal reaches the main process alone. Where that is gone, and they
+    are not, it has stopped as well.
+    """
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, 1)
+        self._main = os.getpid()
+
+    def set(self) -> None:
+        """Tell that it does."""
+        self._shared[0] = 1
+
+    def clear(self) -> None:
+        """Take that back: this process is the main one of a worker that starts."""
+        self._shared[0] = 0
+        self._main = os.getpid()
+
+    def is_set(self) -> bool:
+        """Tell whether it does."""
+        return self._shared[0] == 1 or self._main not in (os.getpid(), os.getppid())
+
+    def wait(self, timeout: float, /) -> bool:
+        """Wait for so many seconds, or until it does; tell whether it does."""
+        end = time.monotonic() + timeout
+        while not self.is_set():
+            rest = end - time.monotonic()
+            if rest <= 0:
+                return False
+            time.sleep(min(rest, HEARD_SECONDS))
+        return True
+
+
+stopping = Stopping()
+
+#: One replay at a time in this process: who asks for one wants to see it done.
+_replaying = threading.Lock()
+
+
+def replay(budget: CeleryBudget) -> BudgetError | None:
+    """Tell the ledger what is in the spool, and in nobody's hands.
+
+    An entry that the ledger will never take is moved aside.
+
+    :return: why the rest is left, where the ledger could not be told.
+    """
+    with _replaying:
+        return _replay(budget)
+
+
+def _replay(budget: CeleryBudget) -> BudgetError | None:
+    for entry, held in budget.spool.take():
+        what = _shown(entry)
+        try:
+            settlement.replay(budget.store, budget.settings, entry)
+        except Exception as error:
+            if isinstance(error, SchemaError) or (
+                isinstance(error, StoreError) and error.retryable
+            ):
+                held.release()
+                return error
+            logger.exception("the ledger does not take %s of the spool; it is moved aside", what)
+            held.put_aside()
+        else:
+            held.drop()
+            logger.info("replayed %s of the spool", what)
+    return None
+
+
+def _shown(entry: Entry) -> str:
+    """Return what the log says of an entry: no value and no text of an error."""
+    if isinstance(entry, Usage):
+        return f"usage {entry.key!r} of reservation {entry.reservation_id}"
+    if isinstance(entry, Ended):
+        return f"outcome {entry.outcome.kind!r} of task {entry.task_id}"
+    return f"the lost process of task {entry.task_id}"
+
+
+def prepare(budget: CeleryBudget) -> None:
+    """Note where the spool is: tasks may change the working directory."""
+    stopping.clear()
+    logger.debug("what the ledger cannot be told is kept in %s", budget.spool.folder)
+
+
+def start_replaying(budget: CeleryBudget, stopped: threading.Event) -> None:
+    """Replay now and again, from a thread, until the worker is gone."""
+
+    def run() -> None:
+        waits = False
+        while True:
+            try:
+                error = replay(budget)
+                if error is not None and not waits:
+                    logger.warning("the spool is replayed once the ledger is back: %s", error)
+                waits = error is not None
+            except Exception:
+                logger.exception("the spool could not be replayed")
+            if stopped.wait(budget.settings.sweep_seconds):
+                return
+
+    threading.Thread(target=run, name="budget-spool", daemon=True).start()
+
+
+def keep_lost(budget: CeleryBudget, request: Any, may_rerun: bool) -> None:
+    """Have the ledger told later that the process of a request is lost.
+
+    Only of processes that run one task at a time and end with it: another attempt in the same one
+    could not be told from this.
+
+    :param request: the main process's own.
+    """
+    pid = getattr(request, "worker_pid", None)
+    if pid and pid != os.getpid():
+        worker = f"{request.hostname}/{pid}"
+        _keep(budget, request, request.request_dict.get(HEADER), worker, may_rerun)
+
+
+def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
+    """Have the message of a request published again that this process has given back.
+
+    :param request: the task's.
+    """
+    _keep(budget, request, getattr(request, HEADER, None), "", may_rerun=True)
+
+
+def _keep(budget: CeleryBudget, request: Any, header: object, worker: str, may_rerun: bool) -> None:
+    found = parse_header(header)
+    lost = Lost(
+        budget.settings.root,
+        None if found is None else found[1],
+        str(request.id),
+        worker,
+        BOOT_ID,
+        may_rerun,
+    )
+    held = budget.spool.put(lost)
+    if held is not None:
+        held.release()
