@@ -229,10 +229,16 @@ def test_one_is_found_by_either_id(funded: Ledger) -> None:
     request, attempt = funded.start(10)
     assert attempt.end(FAILED)
     assert attempt.close()
-    one = reconcile.find_quarantined(funded.store, funded.settings, request.task_id)
+
+    def find(some_id: str) -> Any:
+        return reconcile.find_quarantined(
+            funded.store, funded.settings, some_id, lambda envelope: (None, None)
+        )
+
+    one = find(request.task_id)
     assert one is not None
-    assert one == reconcile.find_quarantined(funded.store, funded.settings, one.quarantine_id)
-    assert reconcile.find_quarantined(funded.store, funded.settings, "nothing") is None
+    assert one == find(one.quarantine_id)
+    assert find("nothing") is None
     assert funded.store.run(quarantine.discard, funded.root, one.quarantine_id)
     assert kept(funded) == []
 

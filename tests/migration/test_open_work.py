@@ -24,6 +24,7 @@ SINCE = {
     "usage": {"details", "assumed"},
     "reservations": {"prices", "cancelled_us"},
     "quarantine": {"attempts", "used"},
+    "attempts": {"pid", "suspected_us", "rerun", "inquires"},
 }
 WITH_ROWS = (
     "reservations", "lines", "attempts", "usage", "outbox", "parked", "quarantine", "untold",
