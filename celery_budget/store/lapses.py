@@ -28,6 +28,7 @@ from celery_budget.store.attempts import (
 from celery_budget.store.continuations import drop_next
 from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, instant, now_us, reservations
+from celery_budget.store.silent import Silent
 
 __all__ = [
     "REPLAY_LEASES",
@@ -107,7 +108,7 @@ def unclaimed_lost(connection: Connection, root: str, task_id: str, again: bool)
         release(connection, root, row.reservation_id, "worker_lost")
 
 
-def undelivered(connection: Connection, root: str, seen: outbox.Silent) -> bool:
+def undelivered(connection: Connection, root: str, seen: Silent) -> bool:
     """Release a request that nobody has started, however often; its result is to be told.
 
     Locks its reservation, its balances, its messages. False where it was started, or has ended,
