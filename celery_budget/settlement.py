@@ -50,6 +50,7 @@ from celery_budget.store import (
     in_place,
     lapses,
     reservations,
+    silent,
     usage,
 )
 from celery_budget.store.attempts import Delivery
@@ -65,6 +66,7 @@ __all__ = [
     "cancel",
     "claim",
     "go_on",
+    "received",
     "renew",
     "revoke",
     "standing",
@@ -79,6 +81,9 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 MAX_KEY_LENGTH = 255
+
+#: Of how many received messages the ledger is told at a time.
+RECEIVED = 1000
 
 
 def claim(
@@ -462,6 +467,13 @@ class Attempt:
 def renew(store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.UUID) -> int:
     """Extend the leases of the attempts that this worker has open; return how many."""
     return store.run(attempts.renew, settings.root, task_ids, boot_id, settings.lease_us)
+
+
+def received(store: Store, settings: Settings, reservation_ids: list[uuid.UUID]) -> None:
+    """Tell the ledger that a worker has these requests' messages and has not started them yet."""
+    for first in range(0, len(reservation_ids), RECEIVED):
+        some = reservation_ids[first : first + RECEIVED]
+        store.run(silent.hold, settings.root, some, settings.republish_us)
 
 
 def worker_lost(

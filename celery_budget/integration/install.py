@@ -186,5 +186,6 @@ class CeleryBudget(Ledger):
         canvas.install()
         eager_canvas.install()
         app.steps["worker"].add("celery_budget.integration.worker:LeaseStep")
+        app.steps["worker"].add("celery_budget.integration.received:ReceivedStep")
         app.steps["worker"].add("celery_budget.integration.companion:RelayStep")
         app.user_options["worker"].add(_RELAY_OPTION)

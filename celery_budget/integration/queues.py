@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from celery import Celery
 from kombu import Connection
 from kombu.utils.json import loads
 
+from celery_budget.integration.capture import DELAYED_EXCHANGE, undelayed
 from celery_budget.integration.context import installed_on
 
 __all__ = ["KombuQueues"]
@@ -50,7 +50,7 @@ class KombuQueues:
         What is with workers, unacknowledged, does not count: they look after it.
         """
         try:
-            names = list(self._names(loads(envelope)))
+            names = self._names(loads(envelope))
         except Exception:
             logger.exception("where a message went cannot be read")
             return None
@@ -69,22 +69,32 @@ class KombuQueues:
                     return None
         return None
 
-    def _names(self, envelope: dict[str, Any]) -> Iterable[str]:
-        """Return the names of the queues that get a message; none where they are not known.
+    def _names(self, envelope: dict[str, Any]) -> set[str]:
+        """Return the names of the queues that get a message, as far as they are known here.
 
-        Those that are declared with it; without an exchange that of its routing key; else those
-        that the application binds so.
+        Celery declares the default queue also with messages that go elsewhere: what is declared is
+        looked at like what the application has.
         """
-        declared = [values["name"] for kind, values in envelope["declare"] if kind == "queue"]
-        if declared or not envelope["exchange"]:
-            return declared or [envelope["routing_key"]]
-        return [
-            queue.name
+        exchange, key = envelope["exchange"], envelope["routing_key"]
+        if not exchange:
+            return {key}
+        if exchange == DELAYED_EXCHANGE:
+            key = undelayed(key)
+        declared = [
+            (values["name"], values["exchange"]["name"], values["routing_key"])
+            for kind, values in envelope["declare"]
+            if kind == "queue" and values.get("exchange") is not None
+        ]
+        known = [
+            (queue.name, queue.exchange.name, queue.routing_key)
             for queue in self._app.amqp.queues.values()
             if queue.exchange is not None
-            and queue.exchange.name == envelope["exchange"]
-            and queue.routing_key == envelope["routing_key"]
         ]
+        return {
+            name
+            for name, from_exchange, by_key in declared + known
+            if by_key == key and exchange in (from_exchange, DELAYED_EXCHANGE)
+        }
 
     def _waiting(self, link: _Link, name: str) -> int:
         """Return how many messages wait in a queue; 0 where there is no such queue.

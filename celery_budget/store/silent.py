@@ -196,8 +196,8 @@ def postpone_all(connection: Connection, root: str, seen: Sequence[Silent], wait
     )
     if not mine:
         return
-    age = (instant() - outbox.c.published_us) / PART_OF_AGE
-    wait = sa.case((age > wait_us, sa.cast(age, sa.BigInteger)), else_=wait_us)
+    part = (instant() - outbox.c.published_us) // PART_OF_AGE
+    wait = sa.case((part > wait_us, part), else_=wait_us)
     connection.execute(
         outbox.update()
         .where(outbox.c.root == root, outbox.c.outbox_id.in_(mine))

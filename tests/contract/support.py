@@ -31,7 +31,7 @@ from celery_budget.suspicion import Suspicion
 BOOT = uuid.UUID(int=7)
 
 #: What can be said of a message where a request is made.
-MESSAGE = ("due_us", "expires_us", "rank", "order_key", "broker")
+MESSAGE = ("due_us", "expires_us", "rank", "order_key", "broker", "queue", "envelope")
 
 RETURNED = Outcome("returned", payload='"done"')
 RAISED = Outcome("raised", payload='"boom"')
