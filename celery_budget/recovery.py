@@ -1,9 +1,9 @@
 """Recovery: what nobody else would bring to an end.
 
 Attempts whose lease lapsed, attempts that ended without being closed, published messages that are
-lost before anybody has started them, and results that have still to be stored. All of it is found without locks and looked
-at again behind a lock before it is changed, so that several may run. What is kept no longer is
-deleted.
+lost before anybody has started them, and results that have still to be stored. All of it is found
+without locks and looked at again behind a lock before it is changed, so that several may run. What
+is kept no longer is deleted.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ class Recovered:
     told: int = 0
 
 
-def run_once(
-    store: Store, settings: Settings, results: Results, suspicion: Suspicion
-) -> Recovered:
+def run_once(store: Store, settings: Settings, results: Results, suspicion: Suspicion) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
     root = settings.root
     steps: Counter[str] = Counter()

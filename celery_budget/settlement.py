@@ -53,6 +53,7 @@ from celery_budget.store import (
     silent,
     usage,
 )
+from celery_budget.store import unclaimed as unclaimed_store
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.enlisted import Enlisted
 from celery_budget.store.in_place import NotStarted, Standing
@@ -71,6 +72,7 @@ __all__ = [
     "revoke",
     "standing",
     "start",
+    "unclaimed",
     "worker_lost",
 ]
 
@@ -476,8 +478,28 @@ def received(store: Store, settings: Settings, reservation_ids: list[uuid.UUID])
         store.run(silent.hold, settings.root, some, settings.republish_us)
 
 
+def unclaimed(
+    store: Store,
+    root: str,
+    reservation_id: uuid.UUID,
+    task_id: str,
+    retries: int,
+    reason: str,
+    *,
+    tell: bool = False,
+) -> bool:
+    """End a request whose delivery ended before it claimed; see :func:`unclaimed.end`."""
+    key = (root, reservation_id, task_id, retries, reason)
+    return store.run(unclaimed_store.end, *key, tell=tell)
+
+
 def worker_lost(
-    store: Store, settings: Settings, task_id: str, boot_id: uuid.UUID, may_rerun: bool
+    store: Store,
+    settings: Settings,
+    task_id: str,
+    boot_id: uuid.UUID,
+    may_rerun: bool,
+    retries: int | None = None,
 ) -> bool:
     """Bring on a task whose process is known to be gone; tell whether it is not over yet.
 
@@ -487,10 +509,11 @@ def worker_lost(
 
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
+    :param retries: those of the delivery that the process had, where they are known.
     """
     seen = store.run(lapses.open_of, settings.root, task_id, boot_id)
     if seen is None:
-        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun)
+        store.run(unclaimed_store.lost, settings.root, task_id, retries, may_rerun)
         return may_rerun
     if seen.ended_us is None:
         again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries

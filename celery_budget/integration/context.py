@@ -27,6 +27,7 @@ __all__ = [
     "HEADER",
     "Current",
     "Delivered",
+    "answer",
     "attach",
     "attempt_of",
     "current",
@@ -37,6 +38,7 @@ __all__ = [
     "header",
     "install_on",
     "installed_on",
+    "is_answered",
     "parse_header",
 ]
 
@@ -47,6 +49,7 @@ HEADER = "budget_reservation"
 BOOT_ID = new_id()
 
 _ATTRIBUTE = "_budget_attempt"
+_ANSWERED = "_budget_answered"
 _INSTALLED = "_celery_budget"
 
 
@@ -75,6 +78,16 @@ def attempt_of(request: Any) -> Attempt | None:
     """Return the attempt of a request; none where it runs under no budget."""
     attempt: Attempt | None = getattr(request, _ATTRIBUTE, None)
     return attempt
+
+
+def answer(request: Any) -> None:
+    """Note that the ledger has answered a request's claim, whatever it said."""
+    setattr(request, _ANSWERED, True)
+
+
+def is_answered(request: Any) -> bool:
+    """Tell whether the ledger has answered a request's claim: what comes of it is known there."""
+    return bool(getattr(request, _ANSWERED, False))
 
 
 class Current(NamedTuple):

@@ -33,6 +33,7 @@ from celery_budget.integration.context import (
     BOOT_ID,
     HEADER,
     Delivered,
+    answer,
     attach,
     attempt_of,
     delivering,
@@ -175,6 +176,7 @@ def _claim_reserved(
 def _only_attempt(
     task: Any, claimed: settlement.Attempt | Running | Closed | Missing
 ) -> settlement.Attempt:
+    answer(task.request)
     if isinstance(claimed, settlement.Attempt):
         return claimed
     why = "is running elsewhere" if isinstance(claimed, Running) else "has ended"

@@ -17,7 +17,13 @@ from kombu.transport import virtual
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
-from celery_budget.integration.capture import DELAY_BITS, DELAYED_EXCHANGE, Envelope, read, undelayed
+from celery_budget.integration.capture import (
+    DELAY_BITS,
+    DELAYED_EXCHANGE,
+    Envelope,
+    read,
+    undelayed,
+)
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.filesystem import write_whole_files
 from celery_budget.relay import PUBLISHING, BrokerDown, Rejected, Unpublishable

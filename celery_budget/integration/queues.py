@@ -56,18 +56,24 @@ class KombuQueues:
             return None
         if not names or time.monotonic() < self._rests_until.get(broker, 0.0):
             return None
-        for reused in (broker in self._links, False):
-            try:
-                link = self._links.get(broker) or self._open(broker)
-                return all(self._waiting(link, name) == 0 for name in names)
-            except Exception as exc:
-                self._close(broker)
-                # One that was open may have been ended since.
-                if not reused:
-                    logger.warning("queue %s of broker %r cannot be asked: %r", names, broker, exc)
-                    self._rests_until[broker] = time.monotonic() + REST_SECONDS
-                    return None
-        return None
+        try:
+            with suppress(Exception):
+                # The one that is open may have been ended since it was used last.
+                if broker in self._links:
+                    return self._ask(broker, names)
+            return self._ask(broker, names)
+        except Exception:
+            logger.warning("the queues of broker %r cannot be asked", broker, exc_info=True)
+            self._rests_until[broker] = time.monotonic() + REST_SECONDS
+            return None
+
+    def _ask(self, broker: str, names: set[str]) -> bool:
+        try:
+            link = self._links.get(broker) or self._open(broker)
+            return all(self._waiting(link, name) == 0 for name in names)
+        except BaseException:
+            self._close(broker)
+            raise
 
     def _names(self, envelope: dict[str, Any]) -> set[str]:
         """Return the names of the queues that get a message, as far as they are known here.
@@ -118,9 +124,7 @@ class KombuQueues:
         kind = connection.transport.driver_type
         options = dict(connection.transport_options or {})
         if kind == "redis":
-            options.update(
-                socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS
-            )
+            options.update(socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
         connection.transport_options = options
         connection.connect_timeout = ANSWER_SECONDS
         try:

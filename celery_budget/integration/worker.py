@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
@@ -28,13 +26,11 @@ from celery_budget.integration.inline import upgrade_inline
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.integration.leases import renew_until
 from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
+from celery_budget.integration.unclaimed import safe
 
 __all__ = ["BudgetRequest", "LeaseStep"]
 
 logger = logging.getLogger(__name__)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 #: Set when the worker is gone, its pool included.
 _stopped = threading.Event()
@@ -113,18 +109,9 @@ def _is_gated(task: Any, request: Any) -> bool:
         return False
 
 
-def _safe(function: F) -> F:
-    """Keep what fails here from Celery, which would leak a prefetch slot; recovery finds it."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            logger.exception("the ledger could not be told; recovery will find it")
-            return None
-
-    return call  # type: ignore[return-value]
+def _concerns(task: Any, request: Any, header: object) -> bool:
+    """Tell whether the ledger knows a request: by its header, or since its task has admitted it."""
+    return parse_header(header) is not None or _is_gated(task, request)
 
 
 class BudgetRequest(Request):
@@ -194,11 +181,12 @@ class BudgetRequest(Request):
         Where the ledger cannot be told it is not over either: recovery decides once it can be.
         """
         budget = find_installed(self.app)
-        if budget is None or not _is_gated(self.task, self):
+        if budget is None or not _concerns(self.task, self, self.request_dict.get(HEADER)):
             return False
+        retries = int(self.request_dict.get("retries") or 0)
         try:
             return settlement.worker_lost(
-                budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun
+                budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun, retries
             )
         except Exception:
             logger.exception("the ledger could not be told that a worker was lost")
@@ -206,19 +194,19 @@ class BudgetRequest(Request):
 
 
 @signals.task_success.connect
-@_safe
+@safe
 def _on_success(sender: Any, **_: Any) -> None:
     _close(sender)
 
 
 @signals.task_failure.connect
-@_safe
+@safe
 def _on_failure(sender: Any, **_: Any) -> None:
     _close(sender)
 
 
 @signals.task_postrun.connect
-@_safe
+@safe
 def _on_postrun(task: Any, state: str | None, **_: Any) -> None:
     # What was ignored or rejected stores nothing, and nothing follows a retry that has no message;
     # the others were closed above, or their result could not be stored and a replay is due.
@@ -234,10 +222,12 @@ def _close(task: Any) -> None:
 
 
 @signals.task_revoked.connect
-@_safe
+@safe
 def _on_revoked(sender: Any, request: Any, terminated: bool, **_: Any) -> None:
     budget = find_installed(sender.app)
-    if budget is not None and terminated and _is_gated(sender, request):
+    found = getattr(request, HEADER, None)
+    if budget is not None and terminated and _concerns(sender, request, found):
+        retries = int(request.retries or 0)
         settlement.worker_lost(
-            budget.store, budget.settings, str(request.id), BOOT_ID, may_rerun=False
+            budget.store, budget.settings, str(request.id), BOOT_ID, False, retries
         )

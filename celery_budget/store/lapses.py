@@ -38,7 +38,6 @@ __all__ = [
     "open_of",
     "postpone",
     "republish_ended",
-    "unclaimed_lost",
     "undelivered",
 ]
 
@@ -84,28 +83,6 @@ def open_of(
         )
     ).first()
     return None if row is None else OpenAttempt(**row._mapping)
-
-
-def unclaimed_lost(connection: Connection, root: str, task_id: str, again: bool) -> None:
-    """Bring on a request whose worker process died before it claimed the attempt.
-
-    Locks its reservation, then its message. With ``again`` the message is published anew,
-    otherwise the hold is given back. Nothing is done where it runs elsewhere or has ended.
-    """
-    found = connection.execute(
-        sa.select(reservations.c.reservation_id).where(
-            reservations.c.root == root,
-            reservations.c.task_id == task_id,
-            reservations.c.ended_us.is_(None),
-        )
-    ).scalar()
-    row = None if found is None else lock(connection, root, found)
-    if row is None or row.state not in CLAIMABLE:
-        return
-    if again:
-        outbox.make_due(connection, root, row.reservation_id, row.retries)
-    else:
-        release(connection, root, row.reservation_id, "worker_lost")
 
 
 def undelivered(connection: Connection, root: str, seen: Silent) -> bool:

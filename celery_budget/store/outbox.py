@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,7 +19,6 @@ from celery_budget.store.schema import (
     IS_KEPT,
     IS_UNPUBLISHED,
     attempts,
-    instant,
     now_us,
     outbox,
     reservations,

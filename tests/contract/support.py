@@ -208,7 +208,7 @@ class Ledger:
         return Suspicion(self.store, self.settings, self.queues)
 
     def recover(self, suspicion: Suspicion | None = None) -> recovery.Recovered:
-        """One pass of recovery, by a sweep that has seen nothing yet unless its suspicion is given."""
+        """One pass of recovery; by a sweep that begins with it, unless its suspicion is given."""
         return recovery.run_once(
             self.store, self.settings, self.results, suspicion or self.suspicion()
         )
