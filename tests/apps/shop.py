@@ -160,6 +160,20 @@ def die_once_after(point: str, marker: Path) -> None:
     setattr(owner, name, call)
 
 
+def deaf_once(name: str, marker: Path) -> None:
+    """Have the first call of what a worker tells the ledger fail, as if its database was away."""
+    function = getattr(settlement, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return function(*args, **kwargs)
+        raise ConnectionError(f"{name}: the ledger is away")
+
+    setattr(settlement, name, call)
+
+
 def break_once(app: Celery, name: str, marker: Path) -> None:
     """Have the first call of a method of the result backend fail, as if its server was away."""
     function = getattr(app.backend, name)
@@ -178,6 +192,8 @@ if "SHOP_CONF" in os.environ:
     _conf = json.loads(os.environ["SHOP_CONF"])
     if "shop_die_after" in _conf:
         die_once_after(_conf["shop_die_after"], Path(_conf["shop_journal"] + ".died"))
+    if "shop_deaf" in _conf:
+        deaf_once(_conf["shop_deaf"], Path(_conf["shop_journal"] + ".deaf"))
     app = make_app(_conf)
     if "shop_break" in _conf:
         break_once(app, _conf["shop_break"], Path(_conf["shop_journal"] + ".broke"))
