@@ -487,9 +487,15 @@ def unclaimed(
     reason: str,
     *,
     tell: bool = False,
+    wait: bool = False,
 ) -> bool:
-    """End a request whose delivery ended before it claimed; see :func:`unclaimed.end`."""
+    """End a request whose delivery ended before it claimed; see :func:`unclaimed.end`.
+
+    :param wait: wait out a fault of the store.
+    """
     key = (root, reservation_id, task_id, retries, reason)
+    if wait:
+        return store.wait_out(None, unclaimed_store.end, *key, tell=tell)
     return store.run(unclaimed_store.end, *key, tell=tell)
 
 

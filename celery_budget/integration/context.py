@@ -39,6 +39,7 @@ __all__ = [
     "install_on",
     "installed_on",
     "is_answered",
+    "is_refused",
     "parse_header",
 ]
 
@@ -80,14 +81,22 @@ def attempt_of(request: Any) -> Attempt | None:
     return attempt
 
 
-def answer(request: Any) -> None:
-    """Note that the ledger has answered a request's claim, whatever it said."""
-    setattr(request, _ANSWERED, True)
+def answer(request: Any, *, refused: bool = False) -> None:
+    """Note that the ledger knows what comes of a request: it has answered its claim, or its end.
+
+    :param refused: it is a copy, of which nothing is to come.
+    """
+    setattr(request, _ANSWERED, "refused" if refused else "taken")
 
 
 def is_answered(request: Any) -> bool:
-    """Tell whether the ledger has answered a request's claim: what comes of it is known there."""
-    return bool(getattr(request, _ANSWERED, False))
+    """Tell whether the ledger knows what comes of a request."""
+    return getattr(request, _ANSWERED, None) is not None
+
+
+def is_refused(request: Any) -> bool:
+    """Tell whether a request is a copy, of which nothing is to come."""
+    return bool(getattr(request, _ANSWERED, None) == "refused")
 
 
 class Current(NamedTuple):

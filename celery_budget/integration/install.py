@@ -188,5 +188,5 @@ class CeleryBudget(Ledger):
         app.steps["worker"].add("celery_budget.integration.worker:LeaseStep")
         app.steps["worker"].add("celery_budget.integration.received:ReceivedStep")
         app.steps["worker"].add("celery_budget.integration.companion:RelayStep")
-        app.steps["consumer"].add("celery_budget.integration.unclaimed:UnreadableStep")
+        app.steps["consumer"].add("celery_budget.integration.unclaimed:ConsumerStep")
         app.user_options["worker"].add(_RELAY_OPTION)

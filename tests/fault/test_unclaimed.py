@@ -11,10 +11,12 @@ import pytest
 import sqlalchemy as sa
 from celery import states
 
-from celery_budget import RequestNotRun, budgeted
+from celery_budget import RequestNotRun, budgeted, settlement
+from celery_budget.core.reservations import Outcome
+from celery_budget.settlement import Delivery
 from celery_budget.store.schema import outbox
 from tests.apps import early
-from tests.cluster import WAIT, Cluster, eventually
+from tests.cluster import WAIT, Cluster, Process, eventually
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
 
@@ -35,7 +37,7 @@ def early_cluster(
     tmp_path_factory: pytest.TempPathFactory,
     postgres_server: PostgresServer,
     redis_server: RedisServer,
-) -> Iterator[Cluster]:
+) -> Iterator[tuple[Cluster, Process]]:
     """A worker and a beat on each broker, whose ledger publishes nothing again by itself."""
     if request.param == "redis":
         broker = redis_server.database_url(9)
@@ -52,9 +54,9 @@ def early_cluster(
         },
     )
     try:
-        cluster.worker()
+        worker = cluster.worker()
         cluster.beat()
-        yield cluster
+        yield cluster, worker
     finally:
         cluster.stop()
 
@@ -62,8 +64,9 @@ def early_cluster(
 class Early:
     """One test's budget, and what becomes of its task."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, worker: Process) -> None:
         self.cluster = cluster
+        self.worker = worker
         self.tenant = uuid4().hex[:8]
         cluster.budget.set(f"tenant:{self.tenant}", limit=100, unit="tokens")
 
@@ -115,8 +118,8 @@ def _past(value: Any, tenant: str) -> Any:
 
 
 @pytest.fixture
-def case(early_cluster: Cluster) -> Early:
-    return Early(early_cluster)
+def case(early_cluster: tuple[Cluster, Process]) -> Early:
+    return Early(*early_cluster)
 
 
 @pytest.mark.parametrize("ignore_result", [False, True], ids=["stored", "ignored"])
@@ -221,17 +224,39 @@ def test_a_copy_that_fails_before_its_call_changes_nothing(case: Early) -> None:
     eventually(case.cluster.journal, lambda journal: started in journal)
     eventually(lambda: case.publishes(result), lambda count: count == 1)
     case.change(result, state="due", due_us=1)
-    before = "before raise in a copy 0"
-    eventually(case.cluster.journal, lambda journal: journal.count(before) == 2)
-    # The worker is through with it when it has stored its error.
-    eventually(lambda: result.state, lambda state: state == states.FAILURE)
-    assert case.cluster.budget.explain(result.id)[-1].reservation["state"] == "running"
+    case.worker.says(f"[{result.id}] is not this delivery's to end")
+    assert case.cluster.journal().count("before raise in a copy 0") == 2
     case.cluster.release("go on")
+    assert result.get(timeout=WAIT) == "raise in a copy", "no failure was stored"
     assert case.ended(result) == ("settled", None)
-    eventually(lambda: result.state, lambda state: state == states.SUCCESS)
     case.spent(2)
     for name in ("started", "go on"):
         (case.cluster.folder / name).unlink()
+
+
+def test_a_copy_whose_task_is_not_known_changes_nothing(case: Early) -> None:
+    """As where another worker, with newer code, runs it."""
+    result = case.here("newer").apply_async((1, case.tenant), countdown=3600)
+    [story] = case.cluster.budget.explain(result.id)
+    delivery = Delivery(
+        case.cluster.budget.settings.root,
+        story.reservation["reservation_id"],
+        result.id,
+        0,
+        0,
+        "newer@host",
+        uuid4(),
+        late_ack=True,
+    )
+    store, settings = case.cluster.budget.store, case.cluster.budget.settings
+    attempt = settlement.claim(store, settings, delivery, uuid4())
+    assert isinstance(attempt, settlement.Attempt)
+    case.change(result, due_us=1)
+    case.worker.says(f"[{result.id}] is not this delivery's to end")
+    assert result.state == states.PENDING
+    assert attempt.end(Outcome("returned"))
+    assert attempt.close()
+    assert case.ended(result) == ("settled", None)
 
 
 def test_what_the_ledger_was_not_told_recovery_ends(
@@ -246,8 +271,7 @@ def test_what_the_ledger_was_not_told_recovery_ends(
         imports=[early.__name__],
         shop_deaf="unclaimed",
     )
-    case = Early(cluster)
-    cluster.worker()
+    case = Early(cluster, cluster.worker())
     cluster.beat()
     result = case.work("raise", ignore_result=True)
     assert case.ended(result) == ("released", "failed")
