@@ -41,6 +41,7 @@ from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
 from celery_budget.integration.context import (
     HEADER,
+    answer,
     current_attempt,
     delivered_now,
     header,
@@ -183,8 +184,11 @@ class Gate:
                 store, settings, request, wire, attempt.number, attempt.claim_id, attempt.stop
             )
         if call.origin == "retry" and request.reservation_id == _unclaimed(self._budget):
-            retries = int(get_current_worker_task().request.retries or 0)
-            return admission.retry_unclaimed(store, settings, request, wire, retries)
+            running = get_current_worker_task().request
+            retries = int(running.retries or 0)
+            retried = admission.retry_unclaimed(store, settings, request, wire, retries)
+            answer(running, refused=retried is None)
+            return retried
         if _is_step(request):
             stop = attempt.stop if attempt else None
             reached = admission.activate(store, settings, request, wire, stop)
