@@ -42,6 +42,7 @@ from celery_budget.store import (
     plans,
     refusals,
     requests,
+    unclaimed,
 )
 from celery_budget.store.batch import TURNED_AWAY
 from celery_budget.store.requests import error_of
@@ -56,6 +57,7 @@ __all__ = [
     "count_refusal",
     "enqueue",
     "retry",
+    "retry_unclaimed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -373,6 +375,23 @@ def retry(
     return store.wait_out(
         stop, attempts.write_retry, request, message, attempt, claim_id, settings.park_us
     )
+
+
+def retry_unclaimed(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    message: WireMessage,
+    retries: int,
+) -> Reserved | Parked | None:
+    """Write the message of a retry by a delivery that has not claimed, in place of its own.
+
+    As :func:`retry`; what it holds stays held. None, and nothing changed, where the delivery's turn
+    is over, as where another one runs.
+
+    :param retries: the delivery's.
+    """
+    return store.wait_out(None, unclaimed.retry, request, message, retries, settings.park_us)
 
 
 def activate(

@@ -1,9 +1,9 @@
 """Recovery: what nobody else would bring to an end.
 
-Attempts whose lease lapsed, attempts that ended without being closed, published messages that were
-never started, and results that have still to be stored. All of it is found without locks and looked
-at again behind a lock before it is changed, so that several may run. What is kept no longer is
-deleted.
+Attempts whose lease lapsed, attempts that ended without being closed, published messages that are
+lost before anybody has started them, and results that have still to be stored. All of it is found
+without locks and looked at again behind a lock before it is changed, so that several may run. What
+is kept no longer is deleted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from celery_budget.settings import Settings
-from celery_budget.store import Store, attempts, effects, lapses, outbox, reservations, untold
+from celery_budget.store import (
+    Store,
+    attempts,
+    effects,
+    lapses,
+    outbox,
+    reservations,
+    silent,
+    untold,
+)
 from celery_budget.store.lapses import REPLAY_LEASES
+from celery_budget.suspicion import Suspicion
 from celery_budget.telling import tell
 
 __all__ = ["Recovered", "Results", "run_once"]
@@ -62,7 +72,7 @@ class Recovered:
     told: int = 0
 
 
-def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
+def run_once(store: Store, settings: Settings, results: Results, suspicion: Suspicion) -> Recovered:
     """Look for stuck work once and bring each piece one step on."""
     root = settings.root
     steps: Counter[str] = Counter()
@@ -77,9 +87,9 @@ def run_once(store: Store, settings: Settings, results: Results) -> Recovered:
             "attempt %s of task %s[%s] lapsed: %s", seen.attempt, seen.task_name, seen.task_id, step
         )
     for _, step in _bring_on(
-        store.read(outbox.silent, root, LIMIT),
-        lambda silent: _recover_silent(store, settings, results, silent),
-        lambda silent: store.run(outbox.postpone, root, silent, AGAIN_US),
+        suspicion.look(),
+        lambda lost: _recover_silent(store, settings, results, lost),
+        lambda lost: store.run(silent.postpone, root, lost, AGAIN_US),
     ):
         steps[step] += 1
     # Last, so that what has just ended is told as well.
@@ -185,9 +195,9 @@ def _recover_unclosed(
 
 
 def _recover_silent(
-    store: Store, settings: Settings, results: Results, seen: outbox.Silent
+    store: Store, settings: Settings, results: Results, seen: silent.Silent
 ) -> str | None:
-    """Publish a message again that no worker has started, or give up on it.
+    """Publish a message again that is lost, or give up on it.
 
     Where Celery has stored a result all the same (a time limit struck while the worker waited for
     the ledger), the request ends with it and does not run.
@@ -198,5 +208,5 @@ def _recover_silent(
     if seen.publishes >= settings.max_publishes:
         ended = store.run(lapses.undelivered, settings.root, seen)
         return "undelivered" if ended else None
-    again = store.run(outbox.republish, settings.root, seen)
+    again = store.run(silent.republish, settings.root, seen)
     return "republished" if again else None

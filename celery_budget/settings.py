@@ -62,8 +62,8 @@ class Settings:
         are not.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
     :ivar sweep_seconds: how often recovery and parked work are looked at.
-    :ivar republish_seconds: after this time a published message that was never started is
-        published again; doubled each time.
+    :ivar republish_seconds: after this time a published message that was never started is looked
+        for, and published again where it is lost; doubled each time it was.
     :ivar park_seconds: how long a parked request waits for budget.
     :ivar effect_retention_seconds: how long the proofs of a request's effects are kept after its
         end; at least as long as any message of it may still come.

@@ -61,8 +61,10 @@ from celery_budget.store import (
     in_place,
     lapses,
     reservations,
+    silent,
     usage,
 )
+from celery_budget.store import unclaimed as unclaimed_store
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.enlisted import Enlisted
 from celery_budget.store.in_place import NotStarted, Standing
@@ -78,11 +80,13 @@ __all__ = [
     "fits_as_key",
     "go_on",
     "leaves_chord",
+    "received",
     "renew",
     "replay",
     "revoke",
     "standing",
     "start",
+    "unclaimed",
     "worker_lost",
 ]
 
@@ -93,6 +97,9 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 MAX_KEY_LENGTH = 255
+
+#: Of how many received messages the ledger is told at a time.
+RECEIVED = 1000
 
 
 def claim(
@@ -610,6 +617,34 @@ def renew(
     return store.run(attempts.renew, settings.root, task_ids, boot_id, pids, settings.lease_us)
 
 
+def received(store: Store, settings: Settings, reservation_ids: list[uuid.UUID]) -> None:
+    """Tell the ledger that a worker has these requests' messages and has not started them yet."""
+    for first in range(0, len(reservation_ids), RECEIVED):
+        some = reservation_ids[first : first + RECEIVED]
+        store.run(silent.hold, settings.root, some, settings.republish_us)
+
+
+def unclaimed(
+    store: Store,
+    root: str,
+    reservation_id: uuid.UUID,
+    task_id: str,
+    retries: int,
+    reason: str,
+    *,
+    tell: bool = False,
+    wait: bool = False,
+) -> bool:
+    """End a request whose delivery ended before it claimed; see :func:`unclaimed.end`.
+
+    :param wait: wait out a fault of the store.
+    """
+    key = (root, reservation_id, task_id, retries, reason)
+    if wait:
+        return store.wait_out(None, unclaimed_store.end, *key, tell=tell)
+    return store.run(unclaimed_store.end, *key, tell=tell)
+
+
 def worker_lost(
     store: Store,
     settings: Settings,
@@ -618,6 +653,7 @@ def worker_lost(
     may_rerun: bool,
     tell: bool = False,
     *,
+    retries: int | None = None,
     worker: str | None = None,
     reservation_id: uuid.UUID | None = None,
 ) -> bool:
@@ -630,12 +666,13 @@ def worker_lost(
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
     :param tell: whether the result of a lost one is to be told, since Celery stores none.
+    :param retries: those of the delivery that the process had, where they are known.
     :param worker: the process, where that is told late: another one may have the task by now.
-    :param reservation_id: likewise the request.
+    :param reservation_id: the request, where the message says so.
     """
     seen = store.run(lapses.open_of, settings.root, task_id, boot_id, worker, reservation_id)
     if seen is None:
-        store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun, reservation_id)
+        store.run(unclaimed_store.lost, settings.root, task_id, retries, may_rerun, reservation_id)
         return may_rerun
     if seen.ended_us is None:
         again = may_rerun and seen.rerun and seen.deliveries < settings.max_deliveries
@@ -709,6 +746,7 @@ def replay(store: Store, settings: Settings, entry: Entry) -> None:
             entry.boot_id,
             entry.may_rerun,
             tell=entry.may_rerun,
+            retries=entry.retries,
             worker=entry.worker,
             reservation_id=entry.reservation_id,
         )

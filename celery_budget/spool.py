@@ -80,6 +80,7 @@ class Lost:
     :ivar worker: the process, as in the attempt that it may have claimed; empty where it has
         claimed none.
     :ivar may_rerun: whether its message may come again.
+    :ivar retries: Celery's count of them in the message.
     """
 
     root: str
@@ -88,6 +89,7 @@ class Lost:
     worker: str
     boot_id: uuid.UUID
     may_rerun: bool
+    retries: int = 0
 
 
 Entry = Usage | Ended | Lost

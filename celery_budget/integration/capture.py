@@ -23,7 +23,17 @@ from celery_budget.errors import UnsupportedPublication
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["Envelope", "Record", "RecordingProducer", "read", "with_header", "written"]
+__all__ = [
+    "DELAYED_EXCHANGE",
+    "DELAY_BITS",
+    "Envelope",
+    "Record",
+    "RecordingProducer",
+    "read",
+    "undelayed",
+    "with_header",
+    "written",
+]
 
 #: The exchange of RabbitMQ's native delayed delivery, and the digits it has before a routing key.
 DELAYED_EXCHANGE = "celery_delayed_27"
@@ -141,7 +151,10 @@ def written(
             f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
             f"stored: {exc}"
         ) from exc
-    queue = record.envelope.routing_key or queue
+    key = record.envelope.routing_key
+    if record.envelope.exchange == DELAYED_EXCHANGE:
+        key = undelayed(key)
+    queue = key or queue
     eta, expires = (_moment_us(budget.app, headers.get(name)) for name in ("eta", "expires"))
     return WireMessage(
         task_id,
@@ -204,6 +217,11 @@ def read(message: WireMessage) -> Envelope:
     values = loads(message.envelope)
     values["declare"] = [_entity(kind, entity) for kind, entity in values["declare"]]
     return Envelope(**values)
+
+
+def undelayed(routing_key: str) -> str:
+    """Return a routing key of native delayed delivery without the digits of the delay."""
+    return ".".join(routing_key.split(".", DELAY_BITS)[DELAY_BITS:])
 
 
 def _declaration(entity: Any) -> tuple[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ __all__ = [
     "HEADER",
     "Current",
     "Delivered",
+    "answer",
     "attach",
     "attempt_of",
     "current",
@@ -38,6 +39,8 @@ __all__ = [
     "header",
     "install_on",
     "installed_on",
+    "is_answered",
+    "is_refused",
     "parse_header",
 ]
 
@@ -48,6 +51,7 @@ HEADER = "budget_reservation"
 BOOT_ID = new_id()
 
 _ATTRIBUTE = "_budget_attempt"
+_ANSWERED = "_budget_answered"
 _INSTALLED = "_celery_budget"
 
 
@@ -76,6 +80,24 @@ def attempt_of(request: Any) -> Attempt | None:
     """Return the attempt of a request; none where it runs under no budget."""
     attempt: Attempt | None = getattr(request, _ATTRIBUTE, None)
     return attempt
+
+
+def answer(request: Any, *, refused: bool = False) -> None:
+    """Note that the ledger knows what comes of a request: it has answered its claim, or its end.
+
+    :param refused: it is a copy, of which nothing is to come.
+    """
+    setattr(request, _ANSWERED, "refused" if refused else "taken")
+
+
+def is_answered(request: Any) -> bool:
+    """Tell whether the ledger knows what comes of a request."""
+    return getattr(request, _ANSWERED, None) is not None
+
+
+def is_refused(request: Any) -> bool:
+    """Tell whether a request is a copy, of which nothing is to come."""
+    return bool(getattr(request, _ANSWERED, None) == "refused")
 
 
 class Current(NamedTuple):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from celery import states
+from celery import signals, states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.utils.serialization import get_pickleable_exception
 from kombu import serialization
@@ -35,6 +35,7 @@ from celery_budget.integration.context import (
     BOOT_ID,
     HEADER,
     Delivered,
+    answer,
     attach,
     attempt_of,
     delivering,
@@ -52,6 +53,7 @@ from celery_budget.integration.outcomes import (
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
 from celery_budget.integration.spooling import keep_unstarted, stopping
+from celery_budget.integration.unclaimed import may_fail
 
 if TYPE_CHECKING:
     import uuid
@@ -77,7 +79,6 @@ def execute(
     if request.is_eager:
         return eager.run(task, body, args, kwargs)
     budget = installed_on(task.app)
-    _process.runs_tasks = True
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
     if getattr(request, TOLD, None):
@@ -251,6 +252,7 @@ def _only_attempt(
     :raises Ignore: where there is none. The chord of one that was cancelled is told here: nobody
         else has its message.
     """
+    answer(task.request)
     if isinstance(claimed, settlement.Attempt):
         return claimed
     why = "is running elsewhere" if isinstance(claimed, Running) else "has ended"
@@ -327,17 +329,23 @@ def _replay(task: Any, attempt: settlement.Attempt, stored: StoredOutcome) -> An
 
 
 def guarded(backend: Any) -> Any:
-    """Return ``backend``, guarded once this process has run a budgeted task."""
+    """Return ``backend``, guarded where this process runs tasks."""
     return AttemptBackend(backend) if _process.runs_tasks else backend
 
 
 class _Process:
-    """Whether this process has run a budgeted task."""
+    """Whether this process runs tasks."""
 
     runs_tasks = False
 
 
 _process = _Process()
+
+
+@signals.task_prerun.connect
+def _on_prerun(task: Any, **_: Any) -> None:
+    if not task.request.is_eager:
+        _process.runs_tasks = True
 
 
 def _stands_for(stored: BaseException, error: BaseException | None) -> bool:
@@ -366,9 +374,11 @@ class AttemptBackend:
     ) -> Any:
         """Store a failure if it is the task's own, or says that its outcome cannot be written.
 
-        :raises Ignore: for any other.
+        :raises Ignore: for any other, and for that of a copy which has not claimed.
         """
         attempt = attempt_of(request)
+        if request is not None and not may_fail(request):
+            raise Ignore("the request is another delivery's")
         if (
             attempt is not None
             and attempt.called

@@ -42,9 +42,11 @@ from celery_budget.integration.capture import Record, RecordingProducer, with_he
 from celery_budget.integration.context import (
     HEADER,
     Delivered,
+    answer,
     current_attempt,
     delivered_now,
     header,
+    is_answered,
     parse_header,
 )
 from celery_budget.integration.ids import fix_link_ids
@@ -128,8 +130,9 @@ class Gate:
         delivered = delivered_now()
         if delivered is not None and delivered.task_id == task_id:
             return replace(request, unreserved=True)
-        if call.origin == "retry" and attempt is not None:
-            return replace(request, reservation_id=attempt.reservation_id)
+        if call.origin == "retry":
+            retried = attempt.reservation_id if attempt else _unclaimed(self._budget)
+            return request if retried is None else replace(request, reservation_id=retried)
         return self._planned(call, request)
 
     def _parent(self, call: _Call) -> uuid.UUID | None:
@@ -182,6 +185,12 @@ class Gate:
             return admission.retry(
                 store, settings, request, wire, attempt.number, attempt.claim_id, attempt.stop
             )
+        if call.origin == "retry" and request.reservation_id == _unclaimed(self._budget):
+            running = get_current_worker_task().request
+            retries = int(running.retries or 0)
+            retried = admission.retry_unclaimed(store, settings, request, wire, retries)
+            answer(running, refused=retried is None)
+            return retried
         if _is_step(request):
             stop = attempt.stop if attempt else None
             reached = admission.activate(store, settings, request, wire, stop)
@@ -390,6 +399,9 @@ def _arguments(message: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _origin(message: Any, attempt: Attempt | None) -> str:
     task = get_current_worker_task()
+    if attempt is None and task is not None and _is_retry(message, task.request):
+        # It is retried before it has claimed, as by its before_start.
+        return "retry"
     if attempt is not None and task is not None:
         if attempt.called:
             return "continuation"
@@ -399,12 +411,25 @@ def _origin(message: Any, attempt: Attempt | None) -> str:
         if nesting > int(task.request.replaced_task_nesting or 0):
             attempt.replaced = True
             return "continuation"
-        retries = int(headers.get("retries") or 0)
-        if _task_id(message) == task.request.id and retries > int(task.request.retries or 0):
+        if _is_retry(message, task.request):
             return "retry"
     # Set while Celery publishes what follows a task that has finished, budgeted or not.
     follows = getattr(celery.app.amqp, "_callback_publish_retry", None)
     return "continuation" if follows is not None and follows.get() else "new"
+
+
+def _is_retry(message: Any, request: Any) -> bool:
+    retries = int((message.headers or {}).get("retries") or 0)
+    return _task_id(message) == request.id and retries > int(request.retries or 0)
+
+
+def _unclaimed(budget: CeleryBudget) -> uuid.UUID | None:
+    """Return the reservation whose delivery runs here and has not claimed; none without one."""
+    task = get_current_worker_task()
+    found = None if task is None else parse_header(getattr(task.request, HEADER, None))
+    if found is None or found[0] != budget.settings.root or is_answered(task.request):
+        return None
+    return found[1]
 
 
 def _task_id(message: Any) -> str:

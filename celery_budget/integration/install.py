@@ -215,5 +215,7 @@ class CeleryBudget(Ledger):
         canvas.install()
         eager_canvas.install()
         app.steps["worker"].add("celery_budget.integration.worker:LeaseStep")
+        app.steps["worker"].add("celery_budget.integration.received:ReceivedStep")
         app.steps["worker"].add("celery_budget.integration.companion:RelayStep")
+        app.steps["consumer"].add("celery_budget.integration.unclaimed:ConsumerStep")
         app.user_options["worker"].add(_RELAY_OPTION)

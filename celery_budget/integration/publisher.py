@@ -17,7 +17,13 @@ from kombu.transport import virtual
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
-from celery_budget.integration.capture import DELAY_BITS, DELAYED_EXCHANGE, Envelope, read
+from celery_budget.integration.capture import (
+    DELAY_BITS,
+    DELAYED_EXCHANGE,
+    Envelope,
+    read,
+    undelayed,
+)
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.filesystem import write_whole_files
 from celery_budget.relay import PUBLISHING, BrokerDown, Rejected, Unpublishable
@@ -381,5 +387,4 @@ def _without_delay(envelope: Envelope) -> str:
     """
     if envelope.exchange != DELAYED_EXCHANGE:
         return envelope.routing_key
-    rest = envelope.routing_key.split(".", DELAY_BITS)[DELAY_BITS:]
-    return ".".join(["0"] * DELAY_BITS + rest)
+    return ".".join([*"0" * DELAY_BITS, undelayed(envelope.routing_key)])

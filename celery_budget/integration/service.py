@@ -16,8 +16,10 @@ from celery_budget import admission, inquiry, recovery, relay
 from celery_budget.errors import StoreError
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.publisher import KombuPublisher
+from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
 from celery_budget.store import wakeup
+from celery_budget.suspicion import Suspicion
 from celery_budget.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -130,8 +132,12 @@ class _Running:
             logger.warning("%s; the relay could not sign off", error)
 
     def _run_sweep(self) -> None:
-        upkeep = Upkeep(self._budget.store, self._budget.settings)
-        self._again_and_again("the sweep", lambda: sweep(self._budget, upkeep))
+        budget = self._budget
+        upkeep = Upkeep(budget.store, budget.settings)
+        queues = KombuQueues(budget.app)
+        suspicion = Suspicion(budget.store, budget.settings, queues)
+        self._again_and_again("the sweep", lambda: sweep(budget, upkeep, suspicion))
+        queues.close()
 
     def _run_inquiries(self) -> None:
         store, settings = self._budget.store, self._budget.settings
@@ -154,7 +160,7 @@ def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
     return threading.Thread(target=run, name=f"budget-{name}", daemon=True)
 
 
-def sweep(budget: CeleryBudget, upkeep: Upkeep) -> None:
+def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
     """Run every periodic step once: windows, parked work, then recovery.
 
     One that fails does not keep the others from their work; the first error is raised afterwards.
@@ -163,7 +169,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep) -> None:
     steps: tuple[Callable[[], object], ...] = (
         upkeep.run_once,
         lambda: admission.admit_parked(budget.store, budget.settings),
-        lambda: recovery.run_once(budget.store, budget.settings, results),
+        lambda: recovery.run_once(budget.store, budget.settings, results, suspicion),
     )
     first: Exception | None = None
     for step in steps:

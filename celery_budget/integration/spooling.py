@@ -141,7 +141,9 @@ def keep_lost(budget: CeleryBudget, request: Any, may_rerun: bool) -> None:
     pid = getattr(request, "worker_pid", None)
     if pid and pid != os.getpid():
         worker = f"{request.hostname}/{pid}"
-        _keep(budget, request, request.request_dict.get(HEADER), worker, may_rerun)
+        message = request.request_dict
+        retries = int(message.get("retries") or 0)
+        _keep(budget, request, message.get(HEADER), worker, may_rerun, retries)
 
 
 def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
@@ -149,10 +151,18 @@ def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
 
     :param request: the task's.
     """
-    _keep(budget, request, getattr(request, HEADER, None), "", may_rerun=True)
+    retries = int(request.retries or 0)
+    _keep(budget, request, getattr(request, HEADER, None), "", True, retries)
 
 
-def _keep(budget: CeleryBudget, request: Any, header: object, worker: str, may_rerun: bool) -> None:
+def _keep(
+    budget: CeleryBudget,
+    request: Any,
+    header: object,
+    worker: str,
+    may_rerun: bool,
+    retries: int,
+) -> None:
     found = parse_header(header)
     lost = Lost(
         budget.settings.root,
@@ -161,6 +171,7 @@ def _keep(budget: CeleryBudget, request: Any, header: object, worker: str, may_r
         worker,
         BOOT_ID,
         may_rerun,
+        retries,
     )
     held = budget.spool.put(lost)
     if held is not None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
@@ -36,13 +35,11 @@ from celery_budget.integration.spooling import (
     stopping,
 )
 from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
+from celery_budget.integration.unclaimed import safe
 
 __all__ = ["BudgetRequest", "LeaseStep"]
 
 logger = logging.getLogger(__name__)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 #: Set when the worker is gone, its pool included.
 _stopped = threading.Event()
@@ -160,18 +157,9 @@ def _is_gated(task: Any, request: Any) -> bool:
         return False
 
 
-def _safe(function: F) -> F:
-    """Keep what fails here from Celery, which would leak a prefetch slot; recovery finds it."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            logger.exception("the ledger could not be told; recovery will find it")
-            return None
-
-    return call  # type: ignore[return-value]
+def _concerns(task: Any, request: Any, header: object) -> bool:
+    """Tell whether the ledger knows a request: by its header, or since its task has admitted it."""
+    return parse_header(header) is not None or _is_gated(task, request)
 
 
 class BudgetRequest(Request):
@@ -228,7 +216,7 @@ class BudgetRequest(Request):
         Celery stores RETRY from here, also of what has ended just now, or does not come again
         since it was acknowledged early: that is lost, and told.
         """
-        if _is_gated(self.task, self):
+        if _concerns(self.task, self, self.request_dict.get(HEADER)):
             self._worker_lost(may_rerun=True, tell=True)
             emit_retry = False
         super()._announce_cancelled(emit_retry=emit_retry)
@@ -254,14 +242,24 @@ class BudgetRequest(Request):
         Where the ledger cannot be told it is not over either: recovery decides once it can be.
         """
         budget = find_installed(self.app)
-        if budget is None or not _is_gated(self.task, self):
+        header = self.request_dict.get(HEADER)
+        if budget is None or not _concerns(self.task, self, header):
             return False
+        found = parse_header(header)
+        retries = int(self.request_dict.get("retries") or 0)
         try:
             if may_rerun:
                 # It may have ended its attempt, and waited to tell so.
                 replay(budget)
             return settlement.worker_lost(
-                budget.store, budget.settings, str(self.id), BOOT_ID, may_rerun, tell
+                budget.store,
+                budget.settings,
+                str(self.id),
+                BOOT_ID,
+                may_rerun,
+                tell,
+                retries=retries,
+                reservation_id=None if found is None else found[1],
             )
         except Exception:
             logger.exception("the ledger could not be told that a worker was lost")
@@ -270,19 +268,19 @@ class BudgetRequest(Request):
 
 
 @signals.task_success.connect
-@_safe
+@safe
 def _on_success(sender: Any, **_: Any) -> None:
     _close(sender)
 
 
 @signals.task_failure.connect
-@_safe
+@safe
 def _on_failure(sender: Any, **_: Any) -> None:
     _close(sender)
 
 
 @signals.task_postrun.connect
-@_safe
+@safe
 def _on_postrun(task: Any, state: str | None, **_: Any) -> None:
     # What was ignored or rejected stores nothing, and nothing follows a retry that has no message;
     # the others were closed above, or their result could not be stored and a replay is due.

@@ -36,6 +36,7 @@ from celery_budget.store.continuations import drop_next
 from celery_budget.store.insert import insert_new
 from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, instant, now_us, reservations, sweeps
+from celery_budget.store.silent import Silent
 
 __all__ = [
     "REPLAY_LEASES",
@@ -47,7 +48,6 @@ __all__ = [
     "postpone",
     "republish_ended",
     "suspect",
-    "unclaimed_lost",
     "undelivered",
 ]
 
@@ -109,38 +109,7 @@ def open_of(
     return None if row is None else OpenAttempt(**row._mapping)
 
 
-def unclaimed_lost(
-    connection: Connection,
-    root: str,
-    task_id: str,
-    again: bool,
-    reservation_id: uuid.UUID | None = None,
-) -> None:
-    """Bring on a request whose worker process died before it claimed the attempt.
-
-    Locks its reservation, then its message. With ``again`` the message is published anew,
-    otherwise the hold is given back. Nothing is done where it runs elsewhere or has ended.
-
-    :param reservation_id: only this request of the task.
-    """
-    found = connection.execute(
-        sa.select(reservations.c.reservation_id).where(
-            reservations.c.root == root,
-            reservations.c.task_id == task_id,
-            reservations.c.ended_us.is_(None),
-            *([] if reservation_id is None else [reservations.c.reservation_id == reservation_id]),
-        )
-    ).scalar()
-    row = None if found is None else lock(connection, root, found)
-    if row is None or row.state not in CLAIMABLE:
-        return
-    if again:
-        outbox.make_due(connection, root, row.reservation_id, row.retries)
-    else:
-        release(connection, root, row.reservation_id, "worker_lost")
-
-
-def undelivered(connection: Connection, root: str, seen: outbox.Silent) -> bool:
+def undelivered(connection: Connection, root: str, seen: Silent) -> bool:
     """Release a request that nobody has started, however often; its result is to be told.
 
     Locks its reservation, its balances, its messages. False where it was started, or has ended,

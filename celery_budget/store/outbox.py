@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,7 +19,6 @@ from celery_budget.store.schema import (
     IS_KEPT,
     IS_UNPUBLISHED,
     attempts,
-    instant,
     now_us,
     outbox,
     reservations,
@@ -31,7 +29,6 @@ FOLLOWERS = 100
 KEYS_AT_ONCE = 100
 
 __all__ = [
-    "Silent",
     "columns_of",
     "delete",
     "drop",
@@ -43,10 +40,7 @@ __all__ = [
     "lock_orders",
     "make_due",
     "message_of",
-    "postpone",
     "prune",
-    "republish",
-    "silent",
     "take",
     "unblock",
     "wake",
@@ -224,69 +218,6 @@ def enqueue_plain(
         execution_options=AT_ONCE,
     ).all()
     wake(connection, root)
-
-
-@dataclass(frozen=True)
-class Silent:
-    """A published message whose time was over, and not started, when it was looked at."""
-
-    outbox_id: uuid.UUID
-    reservation_id: uuid.UUID
-    task_id: str
-    publishes: int
-
-
-def _unstarted(root: str) -> sa.ColumnElement[bool]:
-    return sa.and_(
-        outbox.c.root == root,
-        outbox.c.state == "published",
-        outbox.c.due_us <= instant(),
-        reservations.c.root == outbox.c.root,
-        reservations.c.reservation_id == outbox.c.reservation_id,
-        reservations.c.state.in_(("published", "waiting")),
-    )
-
-
-def silent(connection: Connection, root: str, limit: int) -> list[Silent]:
-    """Return published messages whose time is over and whose attempt has not started.
-
-    Locks nothing.
-    """
-    rows = connection.execute(
-        sa.select(outbox.c.outbox_id, outbox.c.reservation_id, outbox.c.task_id, outbox.c.publishes)
-        .where(_unstarted(root))
-        .order_by(outbox.c.due_us)
-        .limit(limit)
-    )
-    return [Silent(**row._mapping) for row in rows]
-
-
-def republish(connection: Connection, root: str, seen: Silent) -> bool:
-    """Publish a message again unless its attempt has started since it was ``seen``.
-
-    One statement, locking the message; should a claim commit beside it, a worker gets a message
-    that it ignores.
-    """
-    return bool(
-        connection.execute(
-            outbox.update()
-            .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
-            .values(state="due", due_us=now_us(), taken_by=None, behind=False)
-        ).rowcount
-    )
-
-
-def postpone(connection: Connection, root: str, seen: Silent, wait_us: int) -> None:
-    """Let a silent message be for ``wait_us``, so that others come first meanwhile.
-
-    One statement, locking the message. Nothing happens where its attempt has started, or it is
-    published again, since it was ``seen``.
-    """
-    connection.execute(
-        outbox.update()
-        .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
-        .values(due_us=now_us() + wait_us)
-    )
 
 
 def make_due(

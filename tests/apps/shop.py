@@ -183,6 +183,20 @@ def wait_after(point: str, folder: Path) -> None:
     setattr(settlement.Attempt, point, call)
 
 
+def deaf_once(name: str, marker: Path) -> None:
+    """Have the first call of what a worker tells the ledger fail, as if its database was away."""
+    function = getattr(settlement, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return function(*args, **kwargs)
+        raise ConnectionError(f"{name}: the ledger is away")
+
+    setattr(settlement, name, call)
+
+
 def break_once(app: Celery, name: str, marker: Path) -> None:
     """Have the first call of a method of the result backend fail, as if its server was away."""
     function = getattr(app.backend, name)
@@ -203,6 +217,8 @@ if "SHOP_CONF" in os.environ:
         die_once_after(_conf["shop_die_after"], Path(_conf["shop_journal"] + ".died"))
     if "shop_wait_after" in _conf:
         wait_after(_conf["shop_wait_after"], Path(_conf["shop_journal"]).parent)
+    if "shop_deaf" in _conf:
+        deaf_once(_conf["shop_deaf"], Path(_conf["shop_journal"] + ".deaf"))
     app = make_app(_conf)
     if "shop_break" in _conf:
         break_once(app, _conf["shop_break"], Path(_conf["shop_journal"] + ".broke"))

@@ -26,11 +26,12 @@ from celery_budget.core.retries import Retries
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, schema, untold, windows
+from celery_budget.suspicion import Suspicion
 
 BOOT = uuid.UUID(int=7)
 
 #: What can be said of a message where a request is made.
-MESSAGE = ("due_us", "expires_us", "rank", "order_key", "broker")
+MESSAGE = ("due_us", "expires_us", "rank", "order_key", "broker", "queue", "envelope")
 
 RETURNED = Outcome("returned", payload='"done"')
 RAISED = Outcome("raised", payload='"boom"')
@@ -68,6 +69,22 @@ class Broker:
         self.resets += 1
 
 
+@dataclass
+class Queues:
+    """Queues that are empty, but for those that are said to hold something, or nobody knows.
+
+    :ivar said: by broker and envelope whether a queue is empty.
+    :ivar asked: what was asked for, in order.
+    """
+
+    said: dict[tuple[str, str], bool | None] = field(default_factory=dict)
+    asked: list[tuple[str, str]] = field(default_factory=list)
+
+    def is_empty(self, broker: str, envelope: str) -> bool | None:
+        self.asked.append((broker, envelope))
+        return self.said.get((broker, envelope), True)
+
+
 @dataclass(frozen=True)
 class Swept:
     """What became of parked work: how much was admitted, and who was told that it was given up."""
@@ -88,6 +105,7 @@ class Ledger:
     conserved: bool = True
     results: Results = field(default_factory=Results)
     broker: Broker = field(default_factory=Broker)
+    queues: Queues = field(default_factory=Queues)
 
     @property
     def root(self) -> str:
@@ -185,8 +203,15 @@ class Ledger:
     def relay(self) -> relay.Relayed:
         return relay.run_once(self.store, self.settings, self.broker, self.results.ended)
 
-    def recover(self) -> recovery.Recovered:
-        return recovery.run_once(self.store, self.settings, self.results)
+    def suspicion(self) -> Suspicion:
+        """The suspicion of a sweep that has just begun."""
+        return Suspicion(self.store, self.settings, self.queues)
+
+    def recover(self, suspicion: Suspicion | None = None) -> recovery.Recovered:
+        """One pass of recovery; by a sweep that begins with it, unless its suspicion is given."""
+        return recovery.run_once(
+            self.store, self.settings, self.results, suspicion or self.suspicion()
+        )
 
     def tell_all(self) -> recovery.Recovered:
         """One pass of recovery, with the time come for all that is untold."""

@@ -11,7 +11,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Closed, Outcome, Running, StoredOutcome
 from celery_budget.recovery import Recovered
 from celery_budget.settlement import Attempt
-from celery_budget.store import outbox
+from celery_budget.store import outbox, silent
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger
 
 
@@ -265,13 +265,13 @@ def test_a_message_that_nobody_ever_starts_is_released(funded: Ledger) -> None:
 def test_a_message_that_was_started_is_not_silent(funded: Ledger, then: str) -> None:
     request = funded.reserve(10)
     funded.relay()
-    seen = outbox.Silent(funded.message(request).outbox_id, request.reservation_id, "", 1)
+    funded.make_due(request)
+    [seen] = funded.store.read(silent.silent, funded.root, 9)
     attempt = funded.run(request)
     if then == "ended":
         attempt.end(RETURNED)
-    funded.make_due(request)
     assert funded.recover() == Recovered()
-    assert not funded.store.run(outbox.republish, funded.root, seen)
+    assert not funded.store.run(silent.republish, funded.root, seen)
 
 
 def test_messages_of_closed_parents_are_pruned(funded: Ledger) -> None:

@@ -17,6 +17,7 @@ from celery_budget.errors import RequestEnding
 from celery_budget.recovery import Recovered
 from celery_budget.relay import Unpublishable
 from celery_budget.store import lapses, outbox, parked, quarantine, untold
+from celery_budget.store import silent as silent_messages
 from tests.contract.racers import Beside, at_once
 from tests.contract.support import BOOT, RETURNED, Ledger, message_of
 
@@ -583,12 +584,12 @@ def test_what_has_gone_on_is_not_postponed(funded: Ledger) -> None:
     funded.lapse(renewed)
     started = silent(funded)
     [seen] = funded.store.read(lapses.lapsed, funded.root, 9, 0)
-    [message] = funded.store.read(outbox.silent, funded.root, 9)
+    [message] = funded.store.read(silent_messages.silent, funded.root, 9)
     settlement.renew(funded.store, funded.settings, [renewed.task_id], BOOT, [])
     funded.run(started)
     before = funded.dump()
     funded.store.run(lapses.postpone, funded.root, seen, SECOND_US)
-    funded.store.run(outbox.postpone, funded.root, message, SECOND_US)
+    funded.store.run(silent_messages.postpone, funded.root, message, SECOND_US)
     assert funded.dump() == before
     assert attempt.end(RETURNED)
 

@@ -15,10 +15,12 @@ from celery_budget import CeleryBudget, relay
 from celery_budget.core.identity import new_id
 from celery_budget.integration.context import HEADER, parse_header
 from celery_budget.integration.publisher import KombuPublisher
+from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.service import sweep
 from celery_budget.relay import Relayed
 from celery_budget.store import schema
+from celery_budget.suspicion import Suspicion
 from celery_budget.upkeep import Upkeep
 
 Rows = dict[str, list[tuple[Any, ...]]]
@@ -71,7 +73,9 @@ class Shop:
 
     def sweep(self) -> None:
         """Every periodic step once."""
-        sweep(self.budget, Upkeep(self.budget.store, self.budget.settings))
+        budget = self.budget
+        suspicion = Suspicion(budget.store, budget.settings, KombuQueues(self.app))
+        sweep(budget, Upkeep(budget.store, budget.settings), suspicion)
 
     def received(self, queue: str | None = None) -> list[Any]:
         """Take all messages out of a queue, by default the application's own."""

@@ -25,6 +25,7 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import BudgetError, HoldsOpen, InvalidAmount, InvalidBudget
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, journal, schema
+from celery_budget.suspicion import Suspicion
 from celery_budget.upkeep import Upkeep
 from tests.contract.support import admit_many
 from tests.simulation.scheduler import Client, SteppedStore
@@ -238,7 +239,7 @@ def sweeper(client: Client, world: World, store: Store) -> None:
         published = [row for row in world.rows(schema.outbox) if row.state == "published"]
         if published:
             store.run(put, schema.outbox, {"due_us": client.granted}, chance.choice(published))
-    recovery.run_once(store, world.settings, world)
+    recovery.run_once(store, world.settings, world, Suspicion(store, world.settings, world))
     admission.admit_parked(store, world.settings)
     if chance.random() < 0.4:
         Upkeep(store, world.settings).run_once()
@@ -319,7 +320,7 @@ def drain(world: World) -> None:
         for row in world.rows(schema.parked):
             if turn > 20:
                 store.run(put, schema.parked, {"deadline_us": PAST}, row)
-        recovery.run_once(store, world.settings, world)
+        recovery.run_once(store, world.settings, world, Suspicion(store, world.settings, world))
         admission.admit_parked(store, world.settings)
         Upkeep(store, world.settings).run_once()
         relay.run_once(store, world.settings, Quiet(world), world.ended)

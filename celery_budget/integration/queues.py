@@ -1,0 +1,154 @@
+"""The brokers' queues, as recovery asks them whether anything waits there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery
+from kombu import Connection
+from kombu.utils.json import loads
+
+from celery_budget.integration.capture import DELAYED_EXCHANGE, undelayed
+from celery_budget.integration.context import installed_on
+
+__all__ = ["KombuQueues"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a broker may take for an answer.
+ANSWER_SECONDS = 2.0
+#: How long one that gave none is asked no more.
+REST_SECONDS = 10.0
+
+
+@dataclass
+class _Link:
+    """A connection of ours to one broker, and the channel by which it is asked."""
+
+    connection: Connection
+    channel: Any
+
+
+class KombuQueues:
+    """Asks the brokers for their queues; see :class:`celery_budget.suspicion.Queues`.
+
+    By connections of its own, which stay open. For one thread.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._links: dict[str, _Link] = {}
+        self._rests_until: dict[str, float] = {}
+
+    def is_empty(self, broker: str, envelope: str) -> bool | None:
+        """Tell whether nothing waits in any of the queues that a message went to.
+
+        What is with workers, unacknowledged, does not count: they look after it.
+        """
+        try:
+            names = self._names(loads(envelope))
+        except Exception:
+            logger.exception("where a message went cannot be read")
+            return None
+        if not names or time.monotonic() < self._rests_until.get(broker, 0.0):
+            return None
+        try:
+            with suppress(Exception):
+                # The one that is open may have been ended since it was used last.
+                if broker in self._links:
+                    return self._ask(broker, names)
+            return self._ask(broker, names)
+        except Exception:
+            logger.warning("the queues of broker %r cannot be asked", broker, exc_info=True)
+            self._rests_until[broker] = time.monotonic() + REST_SECONDS
+            return None
+
+    def _ask(self, broker: str, names: set[str]) -> bool:
+        try:
+            link = self._links.get(broker) or self._open(broker)
+            return all(self._waiting(link, name) == 0 for name in names)
+        except BaseException:
+            self._close(broker)
+            raise
+
+    def _names(self, envelope: dict[str, Any]) -> set[str]:
+        """Return the names of the queues that get a message, as far as they are known here.
+
+        Celery declares the default queue also with messages that go elsewhere: what is declared is
+        looked at like what the application has.
+        """
+        exchange, key = envelope["exchange"], envelope["routing_key"]
+        if not exchange:
+            return {key}
+        if exchange == DELAYED_EXCHANGE:
+            key = undelayed(key)
+        declared = [
+            (values["name"], values["exchange"]["name"], values["routing_key"])
+            for kind, values in envelope["declare"]
+            if kind == "queue" and values.get("exchange") is not None
+        ]
+        known = [
+            (queue.name, queue.exchange.name, queue.routing_key)
+            for queue in self._app.amqp.queues.values()
+            if queue.exchange is not None
+        ]
+        return {
+            name
+            for name, from_exchange, by_key in declared + known
+            if by_key == key and exchange in (from_exchange, DELAYED_EXCHANGE)
+        }
+
+    def _waiting(self, link: _Link, name: str) -> int:
+        """Return how many messages wait in a queue; 0 where there is no such queue.
+
+        :raises Exception: where that cannot be told, as where its node is down.
+        """
+        try:
+            return int(link.channel.queue_declare(name, passive=True).message_count)
+        except link.connection.channel_errors as exc:
+            # RabbitMQ closes a channel with its error.
+            with suppress(Exception):
+                link.channel.close()
+            link.channel = link.connection.channel()
+            missing = str(getattr(exc, "reply_code", "")) == "404" and "no queue" in str(exc)
+            if not missing:
+                raise
+            return 0
+
+    def _open(self, broker: str) -> _Link:
+        connection = installed_on(self._app).brokers.connection(broker)
+        kind = connection.transport.driver_type
+        options = dict(connection.transport_options or {})
+        if kind == "redis":
+            options.update(socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+        connection.transport_options = options
+        connection.connect_timeout = ANSWER_SECONDS
+        try:
+            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+            if kind == "amqp" and connection.transport.driver_name == "py-amqp":
+                connection.connection.transport.sock.settimeout(ANSWER_SECONDS)
+            link = self._links[broker] = _Link(connection, connection.channel())
+        except BaseException:
+            _drop(connection)
+            raise
+        return link
+
+    def _close(self, broker: str) -> None:
+        link = self._links.pop(broker, None)
+        if link is not None:
+            _drop(link.connection)
+
+    def close(self) -> None:
+        """Drop all connections."""
+        for broker in list(self._links):
+            self._close(broker)
+
+
+def _drop(connection: Connection) -> None:
+    # What is wrong with it is why it is dropped.
+    with suppress(Exception):
+        connection.collect(ANSWER_SECONDS)

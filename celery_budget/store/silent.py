@@ -1,0 +1,237 @@
+"""Silent messages: published, their time is over, and no worker has started them.
+
+Most of them wait in a long queue. What tells those that are lost is not here: only what the ledger
+knows, which is what else was started since.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from celery_budget.store.attempts import of_reservation
+from celery_budget.store.schema import attempts, instant, now_us, outbox, reservations
+
+__all__ = [
+    "Lane",
+    "Silent",
+    "envelopes",
+    "hold",
+    "postpone",
+    "postpone_all",
+    "republish",
+    "silent",
+    "started",
+]
+
+#: A message that has waited is looked at again after this part of the time it has waited.
+PART_OF_AGE = 4
+
+#: In which order messages reach workers: broker, queue and rank. Of those with one of these, the
+#: first that is published is the first to be delivered.
+Lane = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A published message whose time was over, and not started, when it was looked at.
+
+    :ivar published_us: when it was marked as published, for the last time.
+    :ivar seen_us: when it was looked at.
+    """
+
+    outbox_id: uuid.UUID
+    reservation_id: uuid.UUID
+    task_id: str
+    publishes: int
+    broker: str
+    queue: str
+    rank: int
+    published_us: int
+    seen_us: int
+
+    @property
+    def lane(self) -> Lane:
+        """Its broker, queue and rank."""
+        return self.broker, self.queue, self.rank
+
+
+def _unstarted(root: str) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        outbox.c.root == root,
+        outbox.c.state == "published",
+        outbox.c.due_us <= instant(),
+        reservations.c.root == outbox.c.root,
+        reservations.c.reservation_id == outbox.c.reservation_id,
+        reservations.c.state.in_(("published", "waiting")),
+    )
+
+
+def silent(connection: Connection, root: str, limit: int) -> list[Silent]:
+    """Return published messages whose time is over and whose attempt has not started.
+
+    Those due longest, up to ``limit``. Locks nothing.
+    """
+    rows = connection.execute(
+        sa.select(
+            outbox.c.outbox_id,
+            outbox.c.reservation_id,
+            outbox.c.task_id,
+            outbox.c.publishes,
+            outbox.c.broker,
+            outbox.c.queue,
+            outbox.c.rank,
+            outbox.c.published_us,
+            instant().label("seen_us"),
+        )
+        .where(_unstarted(root))
+        .order_by(outbox.c.due_us)
+        .limit(limit)
+    )
+    return [Silent(**row._mapping) for row in rows]
+
+
+def envelopes(
+    connection: Connection, root: str, ids: Collection[uuid.UUID]
+) -> dict[uuid.UUID, str]:
+    """Return the envelopes of messages by their ids, as far as they are still there."""
+    rows = connection.execute(
+        sa.select(outbox.c.outbox_id, outbox.c.envelope).where(
+            outbox.c.root == root, outbox.c.outbox_id.in_(sorted(ids))
+        )
+    )
+    return {row.outbox_id: row.envelope for row in rows}
+
+
+def started(connection: Connection, root: str) -> dict[Lane, int]:
+    """Return of each lane when the last message was published that a worker has in hand now.
+
+    In hand is what runs, or has ended and is not closed. Only messages that were published once
+    count: of others nobody knows which copy was delivered; nor what came to a worker without a
+    reservation, which was published before it came into the ledger. Reads open attempts and their
+    messages, however many have ended. Locks nothing.
+    """
+    rows = connection.execute(
+        sa.select(
+            outbox.c.broker,
+            outbox.c.queue,
+            outbox.c.rank,
+            sa.func.max(outbox.c.published_us).label("published_us"),
+        )
+        .select_from(attempts)
+        .join(reservations, of_reservation)
+        .join(
+            outbox,
+            sa.and_(
+                outbox.c.root == attempts.c.root,
+                outbox.c.reservation_id == attempts.c.reservation_id,
+                outbox.c.retries == attempts.c.retries,
+            ),
+        )
+        .where(
+            attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
+            reservations.c.unreserved.is_(False),
+            outbox.c.state == "published",
+            outbox.c.publishes == 1,
+        )
+        .group_by(outbox.c.broker, outbox.c.queue, outbox.c.rank)
+    )
+    return {(row.broker, row.queue, row.rank): row.published_us for row in rows}
+
+
+def republish(connection: Connection, root: str, seen: Silent) -> bool:
+    """Publish a message again unless its attempt has started since it was ``seen``.
+
+    One statement, locking the message; should a claim commit beside it, a worker gets a message
+    that it ignores. Of two that have seen it one publishes it.
+    """
+    return bool(
+        connection.execute(
+            outbox.update()
+            .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
+            .values(state="due", due_us=now_us(), taken_by=None, behind=False)
+        ).rowcount
+    )
+
+
+def postpone(connection: Connection, root: str, seen: Silent, wait_us: int) -> None:
+    """Let a silent message be for ``wait_us``, so that others come first meanwhile.
+
+    One statement, locking the message. Nothing happens where its attempt has started, or it is
+    published again, since it was ``seen``.
+    """
+    connection.execute(
+        outbox.update()
+        .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
+        .values(due_us=now_us() + wait_us)
+    )
+
+
+def postpone_all(connection: Connection, root: str, seen: Sequence[Silent], wait_us: int) -> None:
+    """Let messages be that wait in their queue: for ``wait_us``, or longer the older they are.
+
+    A quarter of the time that each has waited, so that what it costs to look at a backlog does not
+    grow with how long that lasts. Locks the messages by id, and skips what is locked; nothing
+    happens to those that are published again, or looked at by another, since they were ``seen``.
+    """
+    mine = (
+        connection.execute(
+            sa.select(outbox.c.outbox_id)
+            .where(
+                outbox.c.root == root,
+                outbox.c.outbox_id.in_(sorted(one.outbox_id for one in seen)),
+                outbox.c.state == "published",
+                outbox.c.due_us <= instant(),
+            )
+            .order_by(outbox.c.outbox_id)
+            .with_for_update(skip_locked=True)
+        )
+        .scalars()
+        .all()
+    )
+    if not mine:
+        return
+    part = (instant() - outbox.c.published_us) // PART_OF_AGE
+    wait = sa.case((part > wait_us, part), else_=wait_us)
+    connection.execute(
+        outbox.update()
+        .where(outbox.c.root == root, outbox.c.outbox_id.in_(mine))
+        .values(due_us=instant() + wait)
+    )
+
+
+def hold(
+    connection: Connection, root: str, reservation_ids: Collection[uuid.UUID], wait_us: int
+) -> int:
+    """Let published messages be that a worker has received; return how many were to be looked at.
+
+    Those that would be looked at in less than half of ``wait_us`` are left alone for all of it.
+    Locks the messages by id, and skips what is locked: somebody does something about it anyway.
+    """
+    soon = (
+        connection.execute(
+            sa.select(outbox.c.outbox_id)
+            .where(
+                outbox.c.root == root,
+                outbox.c.reservation_id.in_(sorted(reservation_ids)),
+                outbox.c.state == "published",
+                outbox.c.due_us <= instant() + wait_us // 2,
+            )
+            .order_by(outbox.c.outbox_id)
+            .with_for_update(skip_locked=True)
+        )
+        .scalars()
+        .all()
+    )
+    if soon:
+        connection.execute(
+            outbox.update()
+            .where(outbox.c.root == root, outbox.c.outbox_id.in_(soon))
+            .values(due_us=instant() + wait_us)
+        )
+    return len(soon)
