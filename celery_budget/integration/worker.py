@@ -146,7 +146,8 @@ class BudgetRequest(Request):
 
         It runs again where it is acknowledged late, at most ``budget_max_deliveries`` times. The
         message comes from the ledger, whatever the transport does with the one that the worker
-        has. Everything else is Celery's.
+        has. A hard time limit is left to :meth:`on_timeout`, which follows: Celery would store the
+        failure in both, and call errbacks twice. Everything else is Celery's.
         """
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
@@ -157,7 +158,7 @@ class BudgetRequest(Request):
                 self.acknowledge()
                 return None
         elif isinstance(error, TimeLimitExceeded):
-            self._worker_lost(may_rerun=False)
+            return None
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
