@@ -465,7 +465,12 @@ def renew(store: Store, settings: Settings, task_ids: list[str], boot_id: uuid.U
 
 
 def worker_lost(
-    store: Store, settings: Settings, task_id: str, boot_id: uuid.UUID, may_rerun: bool
+    store: Store,
+    settings: Settings,
+    task_id: str,
+    boot_id: uuid.UUID,
+    may_rerun: bool,
+    even_early: bool = False,
 ) -> bool:
     """Bring on a task whose process is known to be gone; tell whether it is not over yet.
 
@@ -475,13 +480,15 @@ def worker_lost(
 
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
+    :param even_early: whether one that was acknowledged early may run again, too.
     """
     seen = store.run(lapses.open_of, settings.root, task_id, boot_id)
     if seen is None:
         store.run(lapses.unclaimed_lost, settings.root, task_id, may_rerun)
         return may_rerun
     if seen.ended_us is None:
-        again = may_rerun and seen.late_ack and seen.deliveries < settings.max_deliveries
+        wanted = may_rerun and (seen.late_ack or even_early)
+        again = wanted and seen.deliveries < settings.max_deliveries
         state = store.run(
             lapses.abandon,
             settings.root,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,11 @@ def die(self: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave(self: Any) -> None:
+    if is_first(self):
+        sys.exit(1)
+
+
 def hold(self: Any) -> None:
     """Run until the test lets all go that run in this worker."""
     wait_for(folder() / f"go {self.request.delivery_info['routing_key']}")
@@ -100,6 +106,7 @@ WAYS: dict[str, Callable[[Any], None]] = {
         fail,
         work_on,
         die,
+        leave,
         hold,
         succeed,
     )
@@ -142,6 +149,7 @@ for _ack in ("late", "early"):
     _late = _ack == "late"
     make(f"ends.{_ack}", acks_late=_late)
     make(f"ends.{_ack}.requeued", acks_late=_late, reject_on_worker_lost=True)
+    make(f"ends.{_ack}.retried", acks_late=_late, retry_on_worker_lost=True)
     make(f"ends.{_ack}.unacked", acks_late=_late, acks_on_failure_or_timeout=False)
 
 

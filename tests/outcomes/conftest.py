@@ -48,6 +48,9 @@ def pools(request: pytest.FixtureRequest, cluster: Cluster) -> dict[str, Pool]:
     }
     for pool in pools.values():
         pool.publish_what_expires()
+    # All of them first: their leases lapse while others run.
+    for pool in pools.values():
+        pool.run_in_doomed_workers()
     return pools
 
 
@@ -63,6 +66,8 @@ def cluster(
     conf: dict[str, Any] = {
         "result_backend": redis_server.database_url(14 if broker == "redis" else 15),
         "budget_database_url": postgres_server.create_database(),
+        "budget_lease_seconds": 8,
+        "budget_republish_seconds": 20,
         "worker_enable_remote_control": True,
         # So that some wait in a worker that is busy.
         "worker_prefetch_multiplier": 4,

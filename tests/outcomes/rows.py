@@ -164,7 +164,7 @@ ROWS = (
         "work_on",
         End("settled", ("raised",), 2, 0, "FAILURE", "fails", "SoftTimeLimitExceeded"),
         pools=KILLABLE,
-        options={"soft_time_limit": 1},
+        options={"soft_time_limit": 5},
     ),
     same(
         "hard-limit",
@@ -172,7 +172,7 @@ ROWS = (
         "work_on",
         LIMITED,
         pools=STOPPABLE,
-        options={"time_limit": 1},
+        options={"time_limit": 5},
     ),
     same(
         "hard-limit-not-acknowledged",
@@ -181,7 +181,7 @@ ROWS = (
         LIMITED,
         pools=STOPPABLE,
         variant=".unacked",
-        options={"time_limit": 1},
+        options={"time_limit": 5},
     ),
     same(
         "revoked",
@@ -250,6 +250,22 @@ ROWS = (
         KILLED,
         pools=KILLABLE,
         variant=".requeued",
+    ),
+    same(
+        "child-killed-retry",
+        "the same, with `task_retry_on_worker_lost`",
+        "die",
+        AGAIN,
+        pools=KILLABLE,
+        variant=".retried",
+    ),
+    Row(
+        "child-exits",
+        "it calls `sys.exit`, then returns",
+        "leave",
+        AGAIN,
+        KILLED,
+        pools=KILLABLE,
     ),
     Row(
         "main-killed",

@@ -33,7 +33,7 @@ def new_name() -> str:
     return uuid4().hex[:12]
 
 
-def start_worker(cluster: Cluster, queues: str, concurrency: int, pool: str) -> Process:
+def start_worker(cluster: Cluster, name: str, queues: str, concurrency: int, pool: str) -> Process:
     """Start a worker of some queues; it is not ready yet.
 
     Its heart has it look for messages that the AMQP client has read already: without one, solo
@@ -41,7 +41,7 @@ def start_worker(cluster: Cluster, queues: str, concurrency: int, pool: str) -> 
     """
     return cluster.start(
         "worker",
-        *("worker", "-n", f"{new_name()}@test", "-Q", queues, "-l", "INFO"),
+        *("worker", "-n", name, "-Q", queues, "-l", "INFO"),
         *("-c", str(concurrency), "-P", pool, "--without-gossip", "--without-mingle"),
         *("--heartbeat-interval", "1"),
     )
@@ -92,6 +92,7 @@ class Pool:
         self.cluster = cluster
         self.name = name
         self._has_run = False
+        self._main = f"{name}@test"
         self.asked = {
             (row.name, ack): [
                 Asked(row, ack, records)
@@ -130,14 +131,31 @@ class Pool:
             what="what expires with the broker",
         )
 
+    def run_in_doomed_workers(self) -> None:
+        """Have workers end while they run what is asked of them, as many at a time as they can."""
+        waiting = {where: self.requests(where) for where in DOOMED}
+        while any(waiting.values()):
+            dying: list[tuple[str, list[Asked], Process]] = []
+            for where, requests in waiting.items():
+                now = requests[: self._die_at_once(where)]
+                del requests[: len(now)]
+                for one in now:
+                    one.publish(self.cluster, self._queue(where))
+                if now:
+                    dying.append((where, now, self._start(f"{new_name()}@test", where)))
+            for where, now, worker in dying:
+                self._wait_for_run(now)
+                self._end(worker, where, now)
+        for where in DOOMED:
+            self._release(where)
+
     def run_once(self) -> None:
-        """Run everything, unless it has run, and wait until it has come to its end."""
+        """Run the rest, unless it has run, and wait until everything has come to its end."""
         if self._has_run:
             return
         self._has_run = True
-        self._run_in_doomed_workers()
         eventually(lambda: time.time() > self._expired_at)
-        worker = self._start("", *DOOMED)
+        worker = self._start(self._main, "", *DOOMED)
         worker.says(" ready.")
         self._keep_busy(worker)
         self._stop_what_runs()
@@ -167,9 +185,9 @@ class Pool:
         [story] = eventually(look, ended, seconds, f"the end of {one}")
         return story
 
-    def _start(self, *where: str) -> Process:
+    def _start(self, name: str, *where: str) -> Process:
         queues = ",".join(map(self._queue, where))
-        return start_worker(self.cluster, queues, CONCURRENCY[self.name], self.name)
+        return start_worker(self.cluster, name, queues, CONCURRENCY[self.name], self.name)
 
     def _wait_for_run(self, requests: Sequence[Asked]) -> None:
         eventually(
@@ -177,24 +195,6 @@ class Pool:
             lambda lines: {f"run {one.task_id}" for one in requests} <= set(lines),
             what=f"runs in {self.name}",
         )
-
-    def _run_in_doomed_workers(self) -> None:
-        """Have workers end while they run what is asked of them, as many at a time as they can."""
-        waiting = {where: self.requests(where) for where in DOOMED}
-        while any(waiting.values()):
-            dying: list[tuple[str, list[Asked], Process]] = []
-            for where, requests in waiting.items():
-                now = requests[: self._die_at_once(where)]
-                del requests[: len(now)]
-                for one in now:
-                    one.publish(self.cluster, self._queue(where))
-                if now:
-                    dying.append((where, now, self._start(where)))
-            for where, now, worker in dying:
-                self._wait_for_run(now)
-                self._end(worker, where, now)
-        for where in DOOMED:
-            self._release(where)
 
     def _end(self, worker: Process, where: str, requests: Sequence[Asked]) -> None:
         """End a worker as its rows say; nothing of it is left."""
@@ -270,4 +270,6 @@ class Pool:
     def _revoke(self, requests: Sequence[Asked], **options: Any) -> None:
         if requests:
             ids = [one.task_id for one in requests]
-            self.cluster.app.control.revoke(ids, reply=True, timeout=WAIT, limit=1, **options)
+            [_] = self.cluster.app.control.revoke(
+                ids, destination=[self._main], reply=True, timeout=WAIT, limit=1, **options
+            )

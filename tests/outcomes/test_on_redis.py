@@ -11,7 +11,13 @@ from tests.outcomes.running import LIMIT, Pool
 
 BROKER = "redis"
 
-pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.postgres,
+    pytest.mark.slow,
+    # The first test of a pool runs all that belongs to it.
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.mark.fault
