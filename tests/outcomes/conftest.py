@@ -66,7 +66,7 @@ def cluster(
     conf: dict[str, Any] = {
         "result_backend": redis_server.database_url(14 if broker == "redis" else 15),
         "budget_database_url": postgres_server.create_database(),
-        "budget_lease_seconds": 8,
+        "budget_lease_seconds": 10,
         "budget_republish_seconds": 20,
         "worker_enable_remote_control": True,
         # So that some wait in a worker that is busy.

@@ -172,7 +172,7 @@ ROWS = (
         "work_on",
         LIMITED,
         pools=STOPPABLE,
-        options={"time_limit": 5},
+        options={"time_limit": 8},
     ),
     same(
         "hard-limit-not-acknowledged",
@@ -181,7 +181,7 @@ ROWS = (
         LIMITED,
         pools=STOPPABLE,
         variant=".unacked",
-        options={"time_limit": 5},
+        options={"time_limit": 8},
     ),
     same(
         "revoked",

@@ -17,7 +17,7 @@ from tests.apps import ends
 from tests.cluster import WAIT, Cluster, Process, eventually
 from tests.outcomes.rows import ACKS, SUCCESS, Row
 
-CONCURRENCY = {"prefork": 4, "threads": 8, "gevent": 30, "solo": 1}
+CONCURRENCY = {"prefork": 4, "threads": 8, "gevent": 8, "solo": 1}
 #: Rows whose workers end while they run, and have queues of their own.
 DOOMED = ("killed", "quit", "quit-waits", "terminated")
 #: What each request may draw on.
