@@ -225,7 +225,7 @@ def _claim_reserved(
         BOOT_ID,
         bool(task.acks_late),
         os.getpid(),
-        losses.may_rerun,
+        bool(task.acks_late or task.retry_on_worker_lost) and losses.may_rerun,
         losses.inquires,
     )
     return undisturbed(

@@ -32,22 +32,23 @@ def renew_until(
 ) -> None:
     """Renew the leases of the tasks that run here, again and again, until there are none any more.
 
-    What fails is told and tried again at the next turn.
+    What fails is told and tried again at the next turn. It has a connection of its own: those of
+    the tasks may all be taken, and waited for, for longer than a lease.
 
     :param wait: waits for the next turn.
     :param open_here: the ids of those tasks; none for the end.
     :param living: the processes that run them, those that live.
     """
+    store = budget.store.beside()
     while True:
         wait(budget.settings.renew_seconds)
         try:
             task_ids = open_here()
             if task_ids is None:
+                store.dispose()
                 return
             if task_ids:
-                settlement.renew(
-                    budget.store, budget.settings, list(task_ids), BOOT_ID, list(living())
-                )
+                settlement.renew(store, budget.settings, list(task_ids), BOOT_ID, list(living()))
         except StoreError as error:
             logger.warning("leases could not be renewed: %s", error)
         except Exception:

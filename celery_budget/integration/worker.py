@@ -179,21 +179,32 @@ class BudgetRequest(Request):
     ) -> Any:
         """Have a task whose process died run again, or give its outcome again, without a result.
 
-        It runs again where it is acknowledged late, at most ``budget_max_deliveries`` times. The
-        message comes from the ledger, whatever the transport does with the one that the worker
-        has. Everything else is Celery's.
+        It runs again where it is acknowledged late, or to be retried on a lost worker, at most
+        ``budget_max_deliveries`` times: by the same request, of which Celery's own retry would be
+        a repeat. The message comes from the ledger, whatever the transport does with the one that
+        the worker has. A hard time limit is left to :meth:`on_timeout`, which follows: Celery would
+        store the failure in both, and call errbacks twice. Everything else is Celery's.
         """
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
-        if isinstance(error, WorkerLostError):
+        # A child that exits says so before it is gone.
+        exits = isinstance(error, (SystemExit, KeyboardInterrupt))
+        meant = self._already_cancelled or self._already_revoked
+        if isinstance(error, WorkerLostError) or (exits and not meant):
             if self._worker_lost(may_rerun=True):
                 state.task_ready(self)
                 self.acknowledge()
                 return None
         elif isinstance(error, TimeLimitExceeded):
-            self._worker_lost(may_rerun=False)
+            return None
         return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def _retry_worker_lost(self, exc: BaseException, exc_info: Any) -> bool:
+        """Retry nothing here: the ledger has decided, to which that would be a repeat."""
+        if find_installed(self.app) is not None and _is_gated(self.task, self):
+            return False
+        return bool(super()._retry_worker_lost(exc, exc_info))
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Revoke what the ledger lets go; a copy of what runs or has ended is dropped.

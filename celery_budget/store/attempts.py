@@ -97,7 +97,7 @@ class Delivery:
         tells which attempt the message stands for.
     :ivar late_ack: whether the broker still has the message while the task runs.
     :ivar pid: the worker's process that runs it; none where nobody watches that.
-    :ivar may_rerun: whether another attempt may follow where this one is lost; one does where it is
+    :ivar rerun: whether another attempt follows where this one is lost; by default where it is
         acknowledged late.
     :ivar inquires: whether the task can tell, or undo, what a lost attempt has done.
     """
@@ -111,7 +111,7 @@ class Delivery:
     boot_id: uuid.UUID
     late_ack: bool
     pid: int | None = None
-    may_rerun: bool = True
+    rerun: bool | None = None
     inquires: bool = False
 
 
@@ -225,7 +225,7 @@ def _write_claim(
             boot_id=delivery.boot_id,
             pid=delivery.pid,
             late_ack=delivery.late_ack,
-            rerun=delivery.late_ack and delivery.may_rerun,
+            rerun=delivery.late_ack if delivery.rerun is None else delivery.rerun,
             inquires=delivery.inquires,
             started_us=now_us(),
             lease_until_us=now_us() + lease_us,

@@ -95,17 +95,18 @@ class Store:
 
     :param url: SQLAlchemy URL, PostgreSQL through psycopg or SQLite in a file.
     :param lock_seconds: how long a statement waits for a lock; then it fails as retryable.
+    :param pool: options of SQLAlchemy's for the pool of its connections.
     :raises ConfigurationError: for a URL of another database, or without its driver.
 
     Safe to use from several threads, and in children after a fork: a child drops the connections
     it inherited without closing them and opens its own.
     """
 
-    def __init__(self, url: str, lock_seconds: float = 5.0) -> None:
+    def __init__(self, url: str, lock_seconds: float = 5.0, **pool: Any) -> None:
         self._gate = threading.RLock()
         self._lock_ms = max(1, int(lock_seconds * 1000))
         self._url = url
-        self._engine = _create_engine(url, self._lock_ms)
+        self._engine = _create_engine(url, self._lock_ms, **pool)
         self._autocommit = (
             self._engine.execution_options(isolation_level="AUTOCOMMIT")
             if self.dialect == "postgresql"
@@ -126,6 +127,13 @@ class Store:
     def url(self) -> str:
         """The URL without its password, for messages."""
         return _shown(self._engine)
+
+    def beside(self) -> Store:
+        """Return a store on the same database with one connection, which it shares with nobody.
+
+        For a thread whose work must not wait for what others do by the store's connections.
+        """
+        return Store(self._url, self._lock_ms / 1000, pool_size=1, max_overflow=0)
 
     @property
     def place(self) -> str:

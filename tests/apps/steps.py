@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from celery import Task, current_app, group, shared_task
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Reject
 
 from celery_budget import BudgetedTask, BudgetExceeded, BudgetLine, budgeted, usage
 from tests.replies import load
@@ -122,22 +122,6 @@ def retried(self: Any, failures: int, tenant: str, used: int = 1, countdown: flo
 
 
 @budgeted(budget=TENANT, estimate=6)
-@shared_task(
-    name="steps.autoretried",
-    bind=True,
-    autoretry_for=(ValueError,),
-    retry_backoff=False,
-    default_retry_delay=0,
-    max_retries=2,
-)
-def autoretried(self: Any, failures: int, tenant: str) -> int:
-    usage.record(1)
-    if self.request.retries < failures:
-        raise ValueError("again")
-    return int(self.request.retries)
-
-
-@budgeted(budget=TENANT, estimate=6)
 @shared_task(name="steps.replaced", bind=True)
 def replaced(self: Any, tenant: str, by: str) -> Any:
     usage.record(2)
@@ -149,25 +133,6 @@ def replaced(self: Any, tenant: str, by: str) -> Any:
             "group": group(work.s(1, tenant), work.s(2, tenant)),
         }[by]
     )
-
-
-@budgeted(budget=TENANT, estimate=6)
-@shared_task(name="steps.ignored")
-def ignored(tenant: str) -> None:
-    usage.record(2)
-    raise Ignore
-
-
-@budgeted(budget=TENANT, estimate=6)
-@shared_task(name="steps.rejected", acks_late=True, bind=True)
-def rejected(self: Any, tenant: str, requeue: bool) -> str:
-    """Reject the first delivery."""
-    first = usage.record(2, key="first")
-    note(f"rejected {self.request.id}")
-    if not first:
-        usage.record(2)
-        return "second"
-    raise Reject("no", requeue=requeue)
 
 
 @budgeted(budget=TENANT, estimate=6)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
 
 from celery_budget import settlement
+from celery_budget.integration import leases
+from celery_budget.integration.context import BOOT_ID
 from celery_budget.recovery import Recovered
-from celery_budget.store import lapses
+from celery_budget.store import Store, lapses
 from celery_budget.store.schema import now_us
 from tests.contract.racers import at_once
 from tests.contract.support import BOOT, RETURNED, Ledger
@@ -171,7 +174,7 @@ def test_another_machine_may_have_the_same_process_id(funded: Ledger) -> None:
 
 def test_a_lost_attempt_is_not_run_again_where_its_task_says_so(funded: Ledger) -> None:
     request = funded.reserve(10)
-    attempt = funded.run(request, may_rerun=False)
+    attempt = funded.run(request, rerun=False)
     attempt.record(4)
     funded.lapse(request)
     assert funded.recover() == Recovered(lost=1, told=1)
@@ -186,3 +189,24 @@ def test_a_short_lease_has_a_short_second_look(funded: Ledger) -> None:
     funded.put("attempts", {"suspected_us": clock(funded) - 1000})
     [seen] = funded.store.run(lapses.lapsed, funded.root, 9, funded.settings.renew_us)
     assert seen.reservation_id == request.reservation_id
+
+
+def test_leases_are_renewed_while_all_connections_are_taken(funded: Ledger, store_url: str) -> None:
+    """Tasks in threads or greenlets may wait for them for longer than a lease."""
+    if funded.store.dialect == "sqlite":
+        pytest.skip("SQLite's writers wait for each other in any case")
+    request = funded.reserve(1)
+    funded.run(request, boot_id=BOOT_ID)
+    over(funded, request)
+    few = Store(store_url, pool_size=1, max_overflow=0)
+    budget = SimpleNamespace(store=few, settings=funded.settings)
+    turns = [None, [request.task_id]]
+    with few.transaction():
+        leases.renew_until(
+            budget,  # type: ignore[arg-type]
+            lambda seconds: None,
+            turns.pop,
+            lambda: (),
+        )
+    few.dispose()
+    assert funded.rows("attempts")[0].lease_until_us > clock(funded)

@@ -457,6 +457,7 @@ def test_a_message_that_was_given_back_stops_nobody_who_runs_it(worker: Worker) 
     given = SimpleNamespace(
         id=request.task_id,
         hostname="worker@host",
+        retries=0,
         budget_reservation=f"{worker.ledger.root}/{request.reservation_id}",
     )
     spooling.keep_unstarted(worker, given)  # type: ignore[arg-type]

@@ -8,12 +8,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from kombu.utils.json import dumps, loads
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.store import claims, outbox
 from celery_budget.store.schema import attempts
 from celery_budget.store.schema import outbox as outbox_table
+from tests.apps import ends
 from tests.cluster import SHORT_LEASES, WAIT, Cluster, eventually
 
 pytestmark = pytest.mark.fault
@@ -78,3 +80,18 @@ def _over(message: WireMessage) -> WireMessage:
     assert envelope["headers"]["expires"]
     envelope["headers"]["expires"] = "2000-01-01T00:00:00+00:00"
     return replace(message, envelope=dumps(envelope))
+
+
+def test_what_has_died_too_often_is_not_retried_past_the_ledger(
+    embedded: dict[str, Any], make_cluster: Callable[..., Cluster]
+) -> None:
+    """Celery's own retry on a lost worker would leave it at RETRY, for ever."""
+    cluster = make_cluster(**embedded, budget_max_deliveries=1, imports=[ends.__name__])
+    cluster.budget.set("tenant:a", limit=100, unit="tokens")
+    result = cluster.app.tasks["ends.early.retried"].delay("die", "a", True)
+    cluster.worker("--budget-relay", concurrency=1)
+    with pytest.raises(WorkerLostError):
+        result.get(timeout=WAIT)
+    cluster.settle()
+    assert cluster.counts()["lost"] == 1
+    assert cluster.journal() == [f"run {result.id}"]

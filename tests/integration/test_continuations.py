@@ -140,24 +140,6 @@ def test_a_step_that_cannot_be_admitted_fails_and_not_the_one_before(
 # Retries.
 
 
-@pytest.mark.parametrize("countdown", [0, 0.3])
-def test_a_retry_keeps_its_hold_and_adds_to_it(tenant: Tenant, countdown: float) -> None:
-    result = tenant.task("retried").delay(2, tenant.name, countdown=countdown)
-    assert result.get(timeout=WAIT) == 2
-    tenant.spent(3)
-    assert tenant.outcomes(result.id) == ["retried", "retried", "returned"]
-
-
-@pytest.mark.parametrize(("failures", "state"), [(2, states.SUCCESS), (5, states.FAILURE)])
-def test_autoretry(tenant: Tenant, failures: int, state: str) -> None:
-    result = tenant.task("autoretried").delay(failures, tenant.name)
-    result.get(timeout=WAIT, propagate=False)
-    assert result.state == state
-    tenant.spent(3)
-    last = "returned" if state == states.SUCCESS else "raised"
-    assert tenant.outcomes(result.id) == ["retried", "retried", last]
-
-
 def test_a_retry_that_does_not_fit_waits_for_budget(tenant: Tenant) -> None:
     tenant.set(7)
     result = tenant.task("retried").delay(1, tenant.name, used=3)
@@ -200,28 +182,6 @@ def test_a_replacement_that_does_not_fit_waits_for_budget(tenant: Tenant, by: st
     tenant.set(8)
     assert result.get(timeout=WAIT).startswith("in its")
     tenant.spent(7)
-
-
-def test_an_ignored_task(tenant: Tenant) -> None:
-    result = tenant.task("ignored").delay(tenant.name)
-    tenant.spent(2)
-    assert tenant.outcomes(result.id) == ["ignored"]
-    assert result.state == states.PENDING
-
-
-def test_a_rejected_task(tenant: Tenant) -> None:
-    result = tenant.task("rejected").delay(tenant.name, requeue=False)
-    tenant.spent(2)
-    assert tenant.outcomes(result.id) == ["rejected"]
-
-
-def test_a_rejected_task_that_is_delivered_again(tenant: Tenant) -> None:
-    result = tenant.task("rejected").delay(tenant.name, requeue=True)
-    assert result.get(timeout=WAIT) == "second"
-    tenant.spent(4)
-    outcomes = tenant.outcomes(result.id)
-    assert outcomes == ["rejected", "returned"]
-    assert tenant.cluster.journal().count(f"rejected {result.id}") == len(outcomes)
 
 
 def test_a_task_whose_result_is_ignored(tenant: Tenant) -> None:

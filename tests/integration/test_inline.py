@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from celery import Celery, chain, chord, group
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 
@@ -24,7 +26,7 @@ from celery_budget.store import schema
 from tests.cluster import WAIT, Cluster, eventually
 from tests.integration.support import Shop, reservation_of
 from tests.integration.tenant import Tenant
-from tests.integration.test_settlement import flags, make_due
+from tests.integration.test_settlement import flags
 
 
 def sized(size: int, tenant: str = "a") -> int:
@@ -369,3 +371,17 @@ def test_a_lease_lives_as_long_as_the_items_run(
     assert result.get(timeout=WAIT) == ["one"]
     cluster.settle()
     assert cluster.journal().count("start one") == 1
+
+
+def make_due(tenant: Tenant, task_id: str, **headers: str) -> None:
+    """Let a waiting message's time come, with other headers than it was given."""
+    outbox = schema.outbox
+    with tenant.cluster.budget.store.transaction() as connection:
+        mine = outbox.c.task_id == task_id
+        envelope = json.loads(
+            connection.execute(sa.select(outbox.c.envelope).where(mine)).scalar_one()
+        )
+        envelope["headers"].update(headers, eta=None)
+        connection.execute(
+            outbox.update().where(mine).values(due_us=0, envelope=json.dumps(envelope))
+        )

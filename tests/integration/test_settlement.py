@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-import sqlalchemy as sa
 from celery import Celery, states
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from celery_budget import UnknownBudget
-from celery_budget.store import schema
 from tests.cluster import Cluster, eventually
 from tests.integration.tenant import WAIT, Tenant
 
@@ -139,69 +135,6 @@ def test_a_value_that_cannot_be_stored_is_a_failure(tenant: Tenant) -> None:
 
 
 # Ends without a return.
-
-
-def test_a_soft_time_limit_is_a_failure(tenant: Tenant) -> None:
-    result = tenant.task("slow").apply_async((tenant.name, 60), soft_time_limit=3)
-    with pytest.raises(SoftTimeLimitExceeded):
-        result.get(timeout=WAIT)
-    tenant.spent(2)
-    assert tenant.outcomes(result.id) == ["raised"]
-
-
-def test_a_hard_time_limit_charges_the_estimate(tenant: Tenant) -> None:
-    result = tenant.task("slow").apply_async((tenant.name, 60), time_limit=3)
-    with pytest.raises(TimeLimitExceeded):
-        result.get(timeout=WAIT)
-    tenant.spent(6)
-    assert flags(tenant, result.id)[0] == "lost"
-    assert tenant.outcomes(result.id) == ["uncertain"]
-
-
-def test_a_termination_charges_the_estimate(tenant: Tenant) -> None:
-    result = tenant.task("slow").delay(tenant.name, 60)
-    eventually(lambda: f"slow {tenant.name}" in tenant.cluster.journal(), what="its start")
-    result.revoke(terminate=True)
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=WAIT)
-    tenant.spent(6)
-    assert flags(tenant, result.id)[0] == "lost"
-    assert tenant.cluster.journal().count(f"slow {tenant.name}") == 1
-
-
-def test_a_revoked_request_is_released(tenant: Tenant) -> None:
-    result = tenant.task("work").apply_async((1, tenant.name), countdown=3600)
-    tenant.cluster.app.control.revoke(result.id, reply=True, timeout=WAIT, limit=1)
-    make_due(tenant, result.id)
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=WAIT)
-    tenant.spent(0)
-    row = tenant.story(result.id).reservation
-    assert (row["state"], row["reason"]) == ("released", "revoked")
-
-
-def test_what_expires_at_the_worker_is_released(tenant: Tenant) -> None:
-    result = tenant.task("work").apply_async((1, tenant.name), countdown=3600, expires=7200)
-    make_due(tenant, result.id, expires="2020-01-01T00:00:00+00:00")
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=WAIT)
-    tenant.spent(0)
-    row = tenant.story(result.id).reservation
-    assert (row["state"], row["reason"]) == ("released", "expired")
-
-
-def make_due(tenant: Tenant, task_id: str, **headers: str) -> None:
-    """Let a waiting message's time come, with other headers than it was given."""
-    outbox = schema.outbox
-    with tenant.cluster.budget.store.transaction() as connection:
-        mine = outbox.c.task_id == task_id
-        envelope = json.loads(
-            connection.execute(sa.select(outbox.c.envelope).where(mine)).scalar_one()
-        )
-        envelope["headers"].update(headers, eta=None)
-        connection.execute(
-            outbox.update().where(mine).values(due_us=0, envelope=json.dumps(envelope))
-        )
 
 
 # Deliveries without a reservation.
