@@ -667,7 +667,8 @@ def worker_lost(
         termination, which are meant.
     :param tell: whether the result of a lost one is to be told, since Celery stores none.
     :param retries: those of the delivery that the process had, where they are known.
-    :param worker: the process, where that is told late: another one may have the task by now.
+    :param worker: the process, where that is known: another one may have a copy of the message, or
+        the task by now.
     :param reservation_id: the request, where the message says so.
     """
     seen = store.run(lapses.open_of, settings.root, task_id, boot_id, worker, reservation_id)

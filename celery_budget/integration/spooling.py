@@ -17,7 +17,15 @@ from celery_budget.spool import Ended, Entry, Lost, Usage
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["keep_lost", "keep_unstarted", "prepare", "replay", "start_replaying", "stopping"]
+__all__ = [
+    "keep_lost",
+    "keep_unstarted",
+    "prepare",
+    "replay",
+    "start_replaying",
+    "stopping",
+    "worker_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +138,15 @@ def start_replaying(budget: CeleryBudget, stopped: threading.Event) -> None:
     threading.Thread(target=run, name="budget-spool", daemon=True).start()
 
 
+def worker_of(request: Any) -> str | None:
+    """Return the child that has a request, as its claim names it: another may have a copy of it.
+
+    None where that is not known, and where tasks run in the main process.
+    """
+    pid = getattr(request, "worker_pid", None)
+    return f"{request.hostname}/{pid}" if pid and pid != os.getpid() else None
+
+
 def keep_lost(budget: CeleryBudget, request: Any, may_rerun: bool) -> None:
     """Have the ledger told later that the process of a request is lost.
 
@@ -138,9 +155,8 @@ def keep_lost(budget: CeleryBudget, request: Any, may_rerun: bool) -> None:
 
     :param request: the main process's own.
     """
-    pid = getattr(request, "worker_pid", None)
-    if pid and pid != os.getpid():
-        worker = f"{request.hostname}/{pid}"
+    worker = worker_of(request)
+    if worker is not None:
         message = request.request_dict
         retries = int(message.get("retries") or 0)
         _keep(budget, request, message.get(HEADER), worker, may_rerun, retries)

@@ -33,6 +33,7 @@ from celery_budget.integration.spooling import (
     replay,
     start_replaying,
     stopping,
+    worker_of,
 )
 from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
 from celery_budget.integration.unclaimed import safe
@@ -270,6 +271,7 @@ class BudgetRequest(Request):
                 may_rerun,
                 tell,
                 retries=retries,
+                worker=worker_of(self),
                 reservation_id=None if found is None else found[1],
             )
         except Exception:

@@ -185,3 +185,24 @@ def test_a_copy_whose_process_died_changes_nothing_of_a_later_retry(
     before = funded.dump()
     lost(funded, request, 0, may_rerun)
     assert funded.dump() == before
+
+
+@pytest.mark.parametrize("may_rerun", [True, False])
+def test_a_child_that_had_a_copy_takes_nothing_from_the_one_that_runs(
+    funded: Ledger, may_rerun: bool
+) -> None:
+    request = funded.reserve(10)
+    attempt = funded.run(request, worker="w@host/1", late_ack=False)
+    settlement.worker_lost(
+        funded.store,
+        funded.settings,
+        request.task_id,
+        BOOT,
+        may_rerun,
+        retries=0,
+        worker="w@host/2",
+        reservation_id=request.reservation_id,
+    )
+    assert funded.state(request) == "running"
+    assert attempt.end(RETURNED)
+    assert funded.state(request) == "settled"
