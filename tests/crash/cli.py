@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -50,7 +51,7 @@ def main() -> int:
         if given.match in str(CELLS[number])
     ]
     if given.list:
-        print("\n".join(f"{number:4}  {CELLS[number]}" for number in cells))
+        _tell("\n".join(f"{number:4}  {CELLS[number]}" for number in cells))
         return 0
     began, outcomes = time.monotonic(), []
     context = multiprocessing.get_context("spawn")
@@ -58,13 +59,18 @@ def main() -> int:
         runs = [pool.submit(_run, number, seed) for seed in given.seeds for number in cells]
         for run in as_completed(runs):
             outcomes.append(run.result())
-            print(outcomes[-1], flush=True)
+            _tell(str(outcomes[-1]))
             _keep_logs(given.logs, outcomes[-1])
     wrong = sum(bool(outcome.problems) for outcome in outcomes)
     minutes = (time.monotonic() - began) / 60
-    print(f"\n{matrix(outcomes)}\n")
-    print(f"{len(outcomes)} cells, {wrong} wrong, {minutes:.1f} minutes, {given.jobs} at a time")
+    _tell(f"\n{matrix(outcomes)}\n")
+    _tell(f"{len(outcomes)} cells, {wrong} wrong, {minutes:.1f} minutes, {given.jobs} at a time")
     return int(wrong > 0)
+
+
+def _tell(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _keep_logs(folder: Path | None, outcome: Outcome) -> None:

@@ -26,12 +26,11 @@ def requests(app: Celery) -> dict[str, Callable[[], Any]]:
         return app.tasks[f"crash.{name}"].s(*args)
 
     follow = one("follow", "a")
+    parts = [one("part", number, "a") for number in (1, 2)]
     return {
         "early": lambda: one("early", "a").apply_async(request_id="early"),
         "chain": lambda: (one("order", "a") | follow).apply_async(request_id="chain"),
-        "chord": lambda: chord([one("part", 1, "a"), one("part", 2, "a")], one("total", "a")).apply_async(
-            request_id="chord"
-        ),
+        "chord": lambda: chord(parts, one("total", "a")).apply_async(request_id="chord"),
         "retried": lambda: one("retried", "a").apply_async(
             request_id="retried", link=[follow, one("plain")]
         ),

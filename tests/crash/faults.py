@@ -48,9 +48,7 @@ class Trap:
 
     def __init__(self, role: str, folder: Path, faults: Iterable[Fault]) -> None:
         self._folder = folder
-        self._mine = [
-            (number, fault) for number, fault in enumerate(faults) if fault.role == role
-        ]
+        self._mine = [(number, fault) for number, fault in enumerate(faults) if fault.role == role]
 
     def arm(self) -> None:
         """Have the places passed that are methods, and the store's transactions."""

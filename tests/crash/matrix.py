@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +20,11 @@ from typing_extensions import Self
 from celery_budget.errors import StoreError
 from celery_budget.integration.context import installed_on
 from celery_budget.store.schema import attempts, lines, outbox, reservations
-from tests.crash.tasks import ESTIMATE, LEDGER, WORK, make_app
 from tests.crash.client import requests
 from tests.crash.faults import passed, released, struck
-from tests.crash.points import CELLS, Cell, Fault
+from tests.crash.points import CELLS, Fault
 from tests.crash.processes import Processes
+from tests.crash.tasks import ESTIMATE, LEDGER, WORK, make_app
 from tests.services.base import Service
 from tests.services.postgres import PostgresServer
 from tests.services.rabbitmq import RabbitServer
