@@ -7,9 +7,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,9 @@ __all__ = ["Matrix", "Outcome"]
 
 #: Seconds until a fault has to have struck, and until all has to be over.
 WAIT = 150
+
+#: At which time that its place is passed a fault strikes that is only watched for.
+NEVER = 1_000_000_000
 
 LIMIT = 1000
 #: What fits only one step of a chain.
@@ -130,6 +133,20 @@ class Matrix(AbstractContextManager["Matrix"]):
         for server in (self._postgres, self._redis, self._rabbitmq):
             server.stop()
 
+    def start(self, broker: str = "rabbitmq") -> None:
+        """Start the servers that are needed with ``broker``, or those of them that do not run.
+
+        :raises ServiceUnavailable: where one cannot be had.
+        """
+        wanted: list[Service] = [self._postgres, self._redis]
+        if broker == "rabbitmq":
+            wanted.append(self._rabbitmq)
+        for server in wanted:
+            if not server.port:
+                server.start()
+            elif not server.alive:
+                server.restart()
+
     def run(self, number: int, seed: int) -> Outcome:
         """Run the cell ``number``; ``seed`` chooses at which time that its step is passed."""
         cell = CELLS[number]
@@ -140,12 +157,27 @@ class Matrix(AbstractContextManager["Matrix"]):
         outcome = Outcome(number, seed, how)
         return self._run(outcome, cell.broker, faults, orderly)
 
-    def run_calm(self, broker: str, faults: list[Fault]) -> Outcome:
-        """Run without a fault, and count how often the places of ``faults`` are passed."""
-        return self._run(Outcome(-1, 0, f"{broker}: undisturbed"), broker, faults, None)
+    def run_calm(
+        self,
+        broker: str,
+        faults: Sequence[Fault] = (),
+        meddle: Callable[[sa.Connection], None] = lambda connection: None,
+    ) -> Outcome:
+        """Run without a fault.
+
+        :param faults: whose places are watched, to count how often they are passed.
+        :param meddle: changes the ledger behind its back before it is checked.
+        """
+        watched = [replace(fault, nth=NEVER) for fault in faults]
+        return self._run(Outcome(-1, 0, f"{broker}: undisturbed"), broker, watched, None, meddle)
 
     def _run(
-        self, outcome: Outcome, broker: str, faults: list[Fault], orderly: bool | None
+        self,
+        outcome: Outcome,
+        broker: str,
+        faults: Sequence[Fault],
+        orderly: bool | None,
+        meddle: Callable[[sa.Connection], None] = lambda connection: None,
     ) -> Outcome:
         began = time.monotonic()
         folder = Path(tempfile.mkdtemp(prefix="celery-budget-crash-"))
@@ -155,7 +187,7 @@ class Matrix(AbstractContextManager["Matrix"]):
                 for at, fault in enumerate(faults):
                     run.strike(at, fault, self._server(broker, fault.victim), orderly)
             run.recover()
-            outcome.problems += run.problems()
+            outcome.problems += run.problems(meddle)
         except _Wrong as wrong:
             outcome.problems.append(str(wrong))
         finally:
@@ -177,14 +209,7 @@ class Matrix(AbstractContextManager["Matrix"]):
 
     def _conf(self, broker: str, folder: Path) -> dict[str, Any]:
         """Return the configuration of a run, with servers that run and are empty."""
-        wanted: list[Service] = [self._postgres, self._redis]
-        if broker == "rabbitmq":
-            wanted.append(self._rabbitmq)
-        for server in wanted:
-            if not server.port:
-                server.start()
-            elif not server.alive:
-                server.restart()
+        self.start(broker)
         self._redis.flush()
         url = self._redis.database_url(0) if broker == "redis" else self._rabbitmq.create_vhost()
         return {
@@ -219,7 +244,7 @@ class _Wrong(Exception):
 class _Run:
     """One run: its processes, and the application by which it is looked at."""
 
-    def __init__(self, folder: Path, conf: dict[str, Any], faults: list[Fault]) -> None:
+    def __init__(self, folder: Path, conf: dict[str, Any], faults: Sequence[Fault]) -> None:
         self._folder = folder
         self._app = make_app(conf)
         self._budget = installed_on(self._app)
@@ -288,8 +313,10 @@ class _Run:
         with self._budget.store.snapshot() as connection:
             return list(connection.execute(sa.select(table)))
 
-    def problems(self) -> list[str]:
-        """Return what does not hold."""
+    def problems(self, meddle: Callable[[sa.Connection], None]) -> list[str]:
+        """Return what does not hold, once ``meddle`` had its way."""
+        with self._budget.store.transaction() as connection:
+            meddle(connection)
         return [
             *self._budget.reconcile().mismatches,
             *self._of_requests(),
@@ -344,7 +371,7 @@ class _Run:
         return found
 
     def _of_answers(self) -> list[str]:
-        """Every request was answered, each time in the same way, by one that is in the ledger."""
+        """Every request was answered, each time with the same task."""
         found: list[str] = []
         answers: dict[str, set[str]] = {}
         for line in (self._folder / "answers").read_text().splitlines():
@@ -352,11 +379,11 @@ class _Run:
             answers.setdefault(request_id, set()).add(task_id)
         if answers.keys() != requests(self._app).keys():
             found.append(f"answered were {sorted(answers)}")
-        known = {row.task_id for row in self._rows(reservations)}
-        for request_id, task_ids in answers.items():
-            if len(task_ids) != 1:
-                found.append(f"{request_id} has the ids {sorted(task_ids)}")
-        del known
+        found += [
+            f"{request_id} has the ids {sorted(task_ids)}"
+            for request_id, task_ids in answers.items()
+            if len(task_ids) != 1
+        ]
         return found
 
     def _of_balances(self) -> list[str]:
