@@ -19,6 +19,8 @@ from typing_extensions import Self
 
 from celery_budget.errors import StoreError
 from celery_budget.integration.context import installed_on
+from celery_budget.store import reports
+from celery_budget.store.attempts import NOBODY
 from celery_budget.store.schema import attempts, lines, outbox, reservations
 from tests.crash.client import requests
 from tests.crash.faults import passed, released, struck
@@ -43,8 +45,8 @@ LIMIT = 1000
 TIGHT = ESTIMATE
 
 SETTINGS = {
-    "budget_poll_seconds": 0.05,
-    "budget_sweep_seconds": 0.1,
+    "budget_poll_seconds": 0.1,
+    "budget_sweep_seconds": 0.2,
     "budget_lease_seconds": 2,
     "budget_republish_seconds": 2,
     "budget_publish_seconds": 2,
@@ -287,13 +289,14 @@ class _Run:
         while not there():
             if time.monotonic() > end:
                 raise _Wrong(f"{what} after {WAIT} s; open: {self._open()}; {self._seen()}")
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def _open(self) -> dict[str, int]:
         try:
-            return {name: n for name, n in self._budget.reconcile().open_work.items() if n}
+            found = self._budget.store.read(reports.open_work, self._budget.settings.root)
         except StoreError as error:
             raise _Wrong(str(error)) from error
+        return {name: count for name, count in found.items() if count}
 
     def _seen(self) -> str:
         return ", ".join(sorted(f"{row.task_name} {row.state}" for row in self._rows(reservations)))
@@ -323,6 +326,7 @@ class _Run:
             *self._of_effects(),
             *self._of_answers(),
             *self._of_balances(),
+            *self._of_workers(),
         ]
 
     def _of_requests(self) -> list[str]:
@@ -401,3 +405,11 @@ class _Run:
         if left:
             found.append(f"messages are left: {left}")
         return found
+
+    def _of_workers(self) -> list[str]:
+        """Each worker is known by an id of its own, as those are that nothing has forked."""
+        names: dict[Any, set[str]] = {}
+        for row in self._rows(attempts):
+            if row.boot_id != NOBODY:
+                names.setdefault(row.boot_id, set()).add(row.worker.partition("/")[0])
+        return [f"workers {sorted(same)} are one" for same in names.values() if len(same) > 1]
