@@ -121,6 +121,7 @@ STEPS = (
     # The process that runs the task.
     Step("claim", "worker", "attempts.claim", TRANSACTION, CHILD, 8),
     Step("call outside", "worker", "call", CALL, CHILD, 3),
+    Step("run when acknowledged", "worker", "early", CALL, CHILD),
     Step("record usage", "worker", "usage.record", TRANSACTION, CHILD, 8),
     Step("publish a child", "worker", "requests.try_reserve", CALL, CHILD),
     Step("have an effect", "worker", "effect", TRANSACTION, CHILD, 3),

@@ -62,10 +62,15 @@ class Processes:
         """Return the last process of this role."""
         return next(process for known, process, _ in reversed(self._all) if known == role)
 
+    def says(self, role: str, text: str) -> bool:
+        """Tell whether the last process of this role has said ``text``."""
+        log = next(log for known, _, log in reversed(self._all) if known == role)
+        return log.exists() and text in log.read_text(errors="replace")
+
     def logs(self) -> str:
         """Return the ends of all logs."""
         return "\n".join(
-            f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}"
+            f"--- {log.name}\n{log.read_text(errors='replace')[-30000:]}"
             for _, _, log in self._all
             if log.exists()
         )
