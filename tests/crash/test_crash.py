@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from celery_budget.store.schema import balances, outbox, reservations
 from tests.crash.cli import numbers
-from tests.crash.matrix import HAD, Matrix, Outcome
+from tests.crash.matrix import Matrix, Outcome
 from tests.crash.points import BROKERS, CELLS, STEPS, Fault
 from tests.crash.seeds import chosen, seed
 from tests.crash.table import matrix
@@ -126,4 +126,3 @@ def test_the_matrix_shows_what_was_run() -> None:
 
 def test_numbers_of_cells_and_seeds() -> None:
     assert numbers("3,5,8..10") == [3, 5, 8, 9, 10]
-    assert len(HAD) == len(set(HAD))
