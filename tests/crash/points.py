@@ -133,6 +133,7 @@ STEPS = (
     Step("publish without a budget", "worker", "outbox.enqueue", TRANSACTION, CHILD),
     Step("store the result", "worker", f"{_BACKEND}.store_result", CALL, CHILD, 8),
     Step("count in the chord", "worker", f"{_BACKEND}.on_chord_part_return", CALL, CHILD, 2),
+    Step("publish a chord's body", "worker", "body", ("before",), CHILD),
     Step("close", "worker", "attempts.close", TRANSACTION, CHILD, 8),
     # The main process, when a child of it has died.
     Step(

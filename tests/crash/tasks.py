@@ -78,10 +78,15 @@ def make_app(conf: dict[str, Any], trap: Trap | None = None) -> Celery:
 
         return until_done(transaction)
 
-    def task(name: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    def estimate_body(**_: Any) -> int:
+        """Asked by the process that publishes it, which has said before that it will."""
+        at("body", "before")
+        return ESTIMATE
+
+    def task(name: str, estimate: Any = ESTIMATE, **options: Any) -> Callable[..., Any]:
         def make(function: Callable[..., Any]) -> Any:
             made = app.task(name=f"crash.{name}", shared=False, **{"acks_late": True, **options})
-            return budgeted(budget=TENANT, estimate=ESTIMATE)(made(function))
+            return budgeted(budget=TENANT, estimate=estimate)(made(function))
 
         return make
 
@@ -125,7 +130,7 @@ def make_app(conf: dict[str, Any], trap: Trap | None = None) -> Celery:
         have(f"part {number}")
         return number
 
-    @task("total")
+    @task("total", estimate=estimate_body)
     def total(values: list[int], tenant: str) -> int:
         usage.record(1, key="reply")
         return sum(values)
