@@ -77,10 +77,12 @@ def wait_for_body(backend: Any, request: Any) -> None:
     """
     if not (request and request.chord and request.group and is_redis(backend)):
         return
-    key = backend.get_key_for_group(request.group, _CLAIM)
-    told = False
-    while backend.client.get(key) not in (None, *_DONE):
-        if not told:
-            logger.info("the body of chord %s is claimed; waiting for what becomes of it", key)
-        told = True
+    if _is_claimed(backend, request.group):
+        logger.info("the body of chord %s is claimed; waiting for its end", request.group)
+    while _is_claimed(backend, request.group):
         time.sleep(_LOOK_SECONDS)
+
+
+def _is_claimed(backend: Any, group_id: str) -> bool:
+    claim = backend.ensure(backend.get, (backend.get_key_for_group(group_id, _CLAIM),))
+    return claim is not None and claim not in _DONE
