@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.crash.entry import PRELOADED, begin
 from tests.services.guardian import guardian
 
@@ -79,9 +81,18 @@ class Processes:
         """SIGKILL all that is left, with their children."""
         for _, process, _ in self._all:
             assert process.pid is not None
-            # The number of one that has ended may be another's by now; its group's only where
-            # somebody of it is left.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.is_alive():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            else:
+                _kill_orphans(process.pid)
             process.join()
             guardian.forget_process(process.pid)
+
+
+def _kill_orphans(leader: int) -> None:
+    """Kill what is left of a group whose leader is dead; its number may be somebody else's now."""
+    for one in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(one.pid) == leader and "crash" in " ".join(one.cmdline()):
+                one.kill()
