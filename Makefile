@@ -1,7 +1,7 @@
 # One environment in .venv; stamps remember what was installed, so that a second run needs no network.
 #   make demo    needs only the package itself
 #   make test    installs the test and lint tools as well, into the same environment
-# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test, simulate and bench), SEEDS (for simulate).
+# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test, simulate, crash-matrix and bench), SEEDS (for simulate and crash-matrix).
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,10 +10,10 @@ BASE := $(VENV)/.base-stamp
 FULL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test simulate lint bench docs clean help
+.PHONY: setup demo test simulate crash-matrix lint bench docs clean help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
 
 setup: $(FULL) ## create .venv with the package and all development tools
 
@@ -25,6 +25,9 @@ test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on; -n 0 for one pr
 
 simulate: $(FULL) ## run the simulator of concurrent clients (SEEDS=7, SEEDS=1..1000)
 	SEEDS="$(or $(SEEDS),1..100)" $(BIN)/python -m pytest tests/simulation $(ARGS)
+
+crash-matrix: $(FULL) ## kill each process and restart each server at each step (SEEDS=1..3 ARGS="--match claim --jobs 2"); an hour or two
+	$(BIN)/python -m tests.crash --seeds "$(or $(SEEDS),1)" $(ARGS)
 
 lint: $(FULL) ## check style, format, types and the import contracts
 	$(BIN)/ruff check .

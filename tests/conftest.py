@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.cluster import Cluster
+from tests.crash.seeds import seed
 from tests.services import pgbouncer, postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
 from tests.services.pgbouncer import PgBouncer
@@ -30,6 +31,11 @@ SERVERS = ("POSTGRES", "REDIS", "RABBITMQ")
 # The machines that run this are small and shared: how long an example takes says nothing.
 settings.register_profile("budget", deadline=None, print_blob=True)
 settings.load_profile("budget")
+
+
+def pytest_report_header() -> str:
+    """Say by which seed the tests of the crash matrix choose their cells."""
+    return f"crash matrix: CRASH_SEED={seed()}"
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -31,6 +31,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.errors import StoreError
 from celery_budget.integration import eager
+from celery_budget.integration.chords import wait_for_body
 from celery_budget.integration.context import (
     BOOT_ID,
     HEADER,
@@ -388,7 +389,19 @@ class AttemptBackend:
         ):
             logger.warning("the outcome of task %s could not be stored: %r", task_id, exc)
             raise Ignore("the outcome is given again")
+        self._wait_for_body(attempt, request)
         return self._backend.mark_as_failure(task_id, exc, *args, request=request, **kwargs)
+
+    def mark_as_done(
+        self, task_id: str, result: Any, request: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Store what a task has returned; a replay waits for its chord, see :mod:`.chords`."""
+        self._wait_for_body(attempt_of(request), request)
+        return self._backend.mark_as_done(task_id, result, request, *args, **kwargs)
+
+    def _wait_for_body(self, attempt: settlement.Attempt | None, request: Any) -> None:
+        if attempt is not None and attempt.replay is not None:
+            wait_for_body(self._backend, request)
 
     def mark_as_retry(
         self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from celery import Celery, states
 from celery.backends.base import DisabledBackend
@@ -10,7 +11,7 @@ from celery.backends.rpc import RPCBackend
 
 from celery_budget.errors import AttemptLost, BudgetError, RequestNotRun
 
-__all__ = ["BackendResults"]
+__all__ = ["BackendResults", "is_redis"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,7 @@ class BackendResults:
         knows members by their index, the others look at the results themselves.
         """
         backend = self._app.backend
-        return bool(getattr(backend, "implements_incr", False)) and not isinstance(
-            backend, _redis_backend()
-        )
+        return bool(getattr(backend, "implements_incr", False)) and not is_redis(backend)
 
     def ended(self, task_id: str, reason: str) -> None:
         """Store why the task will not run (again), for whoever waits for its result.
@@ -83,10 +82,10 @@ class BackendResults:
         self._app.backend.mark_as_failure(task_id, error)
 
 
-def _redis_backend() -> tuple[type, ...]:
-    """Return the classes that count members by index; none where the Redis client is missing."""
+def is_redis(backend: Any) -> bool:
+    """Tell whether results are in Redis; not where its client is missing."""
     try:
         from celery.backends.redis import RedisBackend
     except ImportError:
-        return ()
-    return (RedisBackend,)
+        return False
+    return isinstance(backend, RedisBackend)
