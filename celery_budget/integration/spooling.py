@@ -113,9 +113,23 @@ def _shown(entry: Entry) -> str:
     return f"the lost process of task {entry.task_id}"
 
 
-def prepare(budget: CeleryBudget) -> None:
-    """Note where the spool is: tasks may change the working directory."""
+class _Pool:
+    """What this worker runs its tasks in."""
+
+    #: Greenlets, whose numbers Celery gives for those of processes.
+    is_green = False
+
+
+_pool = _Pool()
+
+
+def prepare(budget: CeleryBudget, pool: Any = None) -> None:
+    """Note where the spool is: tasks may change the working directory.
+
+    :param pool: the class of the worker's pool.
+    """
     stopping.clear()
+    _pool.is_green = bool(getattr(pool, "is_green", False))
     logger.debug("what the ledger cannot be told is kept in %s", budget.spool.folder)
 
 
@@ -144,7 +158,8 @@ def worker_of(request: Any) -> str | None:
     None where that is not known, and where tasks run in the main process.
     """
     pid = getattr(request, "worker_pid", None)
-    return f"{request.hostname}/{pid}" if pid and pid != os.getpid() else None
+    is_child = pid and pid != os.getpid() and not _pool.is_green
+    return f"{request.hostname}/{pid}" if is_child else None
 
 
 def keep_lost(budget: CeleryBudget, request: Any, may_rerun: bool) -> None:

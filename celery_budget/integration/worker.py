@@ -70,7 +70,7 @@ class LeaseStep(bootsteps.StartStopStep):
         budget = find_installed(parent.app)
         if budget is not None:
             # Before the pool is forked.
-            prepare(budget)
+            prepare(budget, getattr(parent, "pool_cls", None))
 
     def start(self, parent: Any) -> None:
         """Check tasks and ledger, then start renewing.
