@@ -6,6 +6,7 @@ is in the file ``answer-`` and that name, as JSON; while there is none nobody ca
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,13 @@ def undone(name: str, tenant: str) -> str:
 @shared_task(name="losing.charged", acks_late=True)
 def charged(name: str, tenant: str) -> str:
     return work(name)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="losing.hog", acks_late=True)
+def hog(seconds: int, tenant: str) -> int:
+    """Keep the interpreter lock all the while: no other thread of this process runs."""
+    note("start hog")
+    ctypes.PyDLL(None).sleep(seconds)
+    note("end hog")
+    return seconds

@@ -13,7 +13,8 @@ import pytest
 import sqlalchemy as sa
 
 from celery_budget.store.schema import attempts, now_us
-from tests.cluster import WAIT, Cluster, eventually
+from tests.apps import losing
+from tests.cluster import SHORT_LEASES, WAIT, Cluster, eventually
 from tests.services.postgres import PostgresServer
 
 pytestmark = pytest.mark.fault
@@ -128,3 +129,19 @@ def test_a_worker_that_was_stopped_finds_its_fence_gone(
     assert Counter(row.outcome for row in _rows(cluster)) == {"uncertain": 2, "returned": 2}
     assert cluster.counts()["settled"] == len(NAMES)
     assert "lost its claim" in worker.text()
+
+
+def test_a_child_that_keeps_the_interpreter_lock_keeps_its_lease(
+    embedded: dict[str, Any], make_cluster: Callable[..., Cluster]
+) -> None:
+    cluster = make_cluster(**embedded, **SHORT_LEASES, imports=[losing.__name__])
+    cluster.app.loader.import_default_modules()
+    cluster.budget.set("tenant:a", limit=100, unit="tokens")
+    cluster.beat()
+    cluster.worker()
+    seconds = 4 * SHORT_LEASES["budget_lease_seconds"]
+    result = cluster.app.tasks["losing.hog"].delay(seconds, "a")
+    assert result.get(timeout=WAIT) == seconds
+    cluster.settle()
+    assert cluster.journal() == ["start hog", "end hog"]
+    assert [row.outcome for row in _rows(cluster)] == ["returned"]

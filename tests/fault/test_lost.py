@@ -19,6 +19,8 @@ from tests.cluster import WAIT, Cluster, eventually
 
 pytestmark = pytest.mark.fault
 
+#: Longer than the main process may take to find that a child has died: five seconds.
+LONG = {"budget_lease_seconds": 20}
 REPLIES = Path(__file__).parent.parent / "replies"
 
 
@@ -93,7 +95,7 @@ def losing_cluster(
 def test_a_killed_child_is_charged_what_the_provider_tells(
     losing_cluster: Callable[..., Losing],
 ) -> None:
-    one = losing_cluster()
+    one = losing_cluster(**LONG)
     result = one.send("asked_early", "x")
     one.kill_child()
     with pytest.raises(WorkerLostError):
@@ -174,7 +176,7 @@ def test_what_it_has_done_is_undone_before_it_runs_again(
 def test_one_that_is_to_be_charged_does_not_run_again(
     losing_cluster: Callable[..., Losing], victim: str
 ) -> None:
-    one = losing_cluster()
+    one = losing_cluster(**(LONG if victim == "child" else {}))
     result = one.send("charged", "x")
     if victim == "child":
         one.kill_child()
@@ -186,3 +188,15 @@ def test_one_that_is_to_be_charged_does_not_run_again(
     assert one.ended() == ("lost", None, False)
     assert one.spent() == 6
     assert len(one.cluster.journal()) == 1
+
+
+def test_what_is_terminated_has_ended_before_celery_stores_that(
+    losing_cluster: Callable[..., Losing],
+) -> None:
+    """Its message is acknowledged late, and would run again by the ledger."""
+    one = losing_cluster(worker_enable_remote_control=True, shop_break="mark_as_revoked")
+    result = one.send("undone", "x")
+    result.revoke(terminate=True, signal="SIGKILL")
+    assert one.ended()[0] == "lost"
+    assert len(one.rows("attempts")) == 1
+    assert "the backend is away" in one.worker.text()
