@@ -90,7 +90,9 @@ def _amounts(used: Mapping[Any, Any]) -> dict[str | None, int]:
     if not used:
         raise InvalidAmount("recorded usage is an empty mapping; give an amount for each unit")
     return {
-        check_unit(unit): check_amount(amount, f"recorded usage of {unit!r}")
+        check_unit(unit): check_amount(
+            amount, f"recorded usage of unit {unit!r} (as a mapping that is no reply)"
+        )
         for unit, amount in used.items()
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from celery_budget.core.retries import TRACEBACK
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, quarantine
 
-__all__ = ["Quarantined", "find_quarantined", "is_full", "of_task", "quarantined"]
+__all__ = ["Quarantined", "find_quarantined", "is_full", "of_request", "quarantined"]
 
 #: Reads of a message's envelope how its task's arguments are written, positional ones and others.
 Arguments = Callable[[str], tuple[str | None, str | None]]
@@ -77,9 +78,11 @@ def find_quarantined(
     return None if row is None else _shown(row, read)
 
 
-def of_task(connection: Connection, root: str, task_id: str) -> list[Quarantined]:
-    """Return the messages of a task in quarantine, the first first."""
-    return [_shown(row) for row in quarantine.of_task(connection, root, task_id)]
+def of_request(
+    connection: Connection, root: str, task_id: str, reservation_id: uuid.UUID
+) -> list[Quarantined]:
+    """Return what a request has in quarantine, the first first."""
+    return [_shown(row) for row in quarantine.of_request(connection, root, task_id, reservation_id)]
 
 
 def _shown(row: quarantine.Row, read: Arguments = lambda envelope: (None, None)) -> Quarantined:

@@ -40,7 +40,8 @@ def _explain(connection: Connection, root: str, some_id: str) -> list[Story]:
         waits = {
             "parked": list(map(_plain, reports.find_parked(connection, root, row.task_id))),
             "quarantine": [
-                one.as_dict() for one in isolation.of_task(connection, root, row.task_id)
+                one.as_dict()
+                for one in isolation.of_request(connection, root, row.task_id, row.reservation_id)
             ],
         }
         stories.append(

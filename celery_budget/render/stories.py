@@ -134,6 +134,7 @@ def _attempt_events(attempt: Row) -> Iterator[_Event]:
     else:
         yield _Event(attempt["started_us"], _STARTED, started)
         left = "" if lease_us is None else ", not closed yet"
-        if left and attempt["outcome"] == "uncertain":
-            left = ", its task is asked what became of it"
+        if attempt["outcome"] == "uncertain" and attempt["inquires"]:
+            left = f", its task was asked {number(attempt['replays'])} times what became of it"
+            left += "" if lease_us is None else f", and is again at {moment(lease_us)}"
         yield _Event(attempt["ended_us"], _RETURNED, f"{name} {attempt['outcome']}{left}")

@@ -46,7 +46,7 @@ __all__ = [
     "isolate",
     "keep",
     "listed",
-    "of_task",
+    "of_request",
     "requeue",
 ]
 
@@ -326,12 +326,18 @@ def find(connection: Connection, root: str, some_id: str) -> Row | None:
     ).first()
 
 
-def of_task(connection: Connection, root: str, task_id: str) -> list[Row]:
-    """Return the messages of a task in quarantine, the first first. Locks nothing."""
+def of_request(
+    connection: Connection, root: str, task_id: str, reservation_id: uuid.UUID
+) -> list[Row]:
+    """Return what a request has in quarantine, the first first. Locks nothing."""
     return list(
         connection.execute(
             _shown()
-            .where(quarantine.c.root == root, quarantine.c.task_id == task_id)
+            .where(
+                quarantine.c.root == root,
+                quarantine.c.task_id == task_id,
+                quarantine.c.reservation_id == reservation_id,
+            )
             .order_by(quarantine.c.quarantine_id)
         )
     )

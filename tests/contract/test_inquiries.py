@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from celery_budget import inquiry, settlement
+from celery_budget import inquiry, reconcile, settlement
 from celery_budget.core.reservations import Running
 from celery_budget.recovery import Recovered
+from celery_budget.render.stories import stories_view
+from celery_budget.render.text import as_text
 from celery_budget.settlement import Attempt
 from celery_budget.store import inquiries
 from celery_budget.store.inquiries import Inquiry
@@ -317,3 +319,18 @@ def test_a_bound_on_attempts_holds_for_those_that_were_asked_about(
     tasks.answers = [{None: 2}]
     assert ask(funded, tasks) == 1
     assert (funded.state(request), funded.balance()) == ("settled", (0, 2))
+
+
+def test_it_is_shown_how_often_a_task_was_asked(funded: Ledger, tasks: Tasks) -> None:
+    request, _ = lost(funded, early=True)
+
+    def shown() -> str:
+        [story] = reconcile.explain(funded.store, funded.settings, request.task_id)
+        return as_text(stories_view([story]), width=200)
+
+    tasks.answers = [None]
+    ask(funded, tasks)
+    assert "its task was asked 1 times what became of it, and is again at" in shown()
+    tasks.answers = [{None: 3}]
+    assert ask(funded, tasks) == 1
+    assert "its task was asked 2 times what became of it" in shown()

@@ -251,3 +251,20 @@ def test_a_request_without_limits_pays_nothing_for_them(funded: Ledger) -> None:
     assert attempt.end(RETURNED)
     assert attempt.close()
     assert TWICE.spent(1, 0) is None
+
+
+def test_each_request_of_a_task_is_shown_with_what_it_has_in_quarantine(funded: Ledger) -> None:
+    request, attempt = funded.start(10)
+    assert attempt.end(FAILED)
+    assert attempt.close()
+    [first] = kept(funded)
+    again = requeue(funded, first["quarantine_id"])
+    assert isinstance(again, Reserved)
+    following = funded.run(replace(request, reservation_id=again.reservation_id))
+    assert following.end(FAILED)
+    stories = reconcile.explain(funded.store, funded.settings, request.task_id)
+    by_request = {
+        story.reservation["reservation_id"]: len(story.reservation["quarantine"])
+        for story in stories
+    }
+    assert by_request == {str(request.reservation_id): 0, str(again.reservation_id): 1}
