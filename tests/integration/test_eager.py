@@ -293,7 +293,7 @@ def test_an_apply_that_passes_ours_by_runs_nothing(works: Works) -> None:
 
 def test_an_attempt_that_was_given_up_says_so(works: Works) -> None:
     def slow(tenant: str = "a") -> str:
-        works.shop.sql(schema.attempts.update().values(lease_until_us=0))
+        works.shop.sql(schema.attempts.update().values(lease_until_us=0, suspected_us=1))
         works.shop.sweep()
         return "too late"
 

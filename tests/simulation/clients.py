@@ -234,7 +234,9 @@ def sweeper(client: Client, world: World, store: Store) -> None:
         alive = [row for row in world.rows(schema.attempts) if row.lease_until_us is not None]
         if alive:
             one = chance.choice([row for row in alive if row.ended_us is None] or alive)
-            store.run(put, schema.attempts, {"lease_until_us": client.granted}, one)
+            store.run(
+                put, schema.attempts, {"lease_until_us": client.granted, "suspected_us": PAST}, one
+            )
     else:
         published = [row for row in world.rows(schema.outbox) if row.state == "published"]
         if published:
@@ -311,7 +313,7 @@ def drain(world: World) -> None:
     for turn in range(40):
         for row in world.rows(schema.attempts):
             if row.lease_until_us is not None:
-                store.run(put, schema.attempts, {"lease_until_us": PAST}, row)
+                store.run(put, schema.attempts, {"lease_until_us": PAST, "suspected_us": PAST}, row)
         for row in world.rows(schema.outbox):
             if row.due_us != PAST:
                 store.run(put, schema.outbox, {"due_us": PAST}, row)

@@ -78,9 +78,12 @@ class Side:
         own = sa.select(requests.reservation_id).where(
             requests.owner == f"tenant:{self.tasks.tenant}"
         )
-        for table, lapsed in ((schema.outbox, "due_us"), (schema.attempts, "lease_until_us")):
+        for table, lapsed, seen in (
+            (schema.outbox, "due_us", ()),
+            (schema.attempts, "lease_until_us", ("suspected_us",)),
+        ):
             mine = table.c.reservation_id.in_(own) & table.c[lapsed].is_not(None)
-            self.shop.sql(table.update().where(mine).values({lapsed: 1}))
+            self.shop.sql(table.update().where(mine).values(dict.fromkeys((lapsed, *seen), 1)))
         self.shop.sweep()
 
     def publish(self, publish: Callable[[Tasks], Any]) -> Any:
