@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
-from celery_budget.store import outbox, plans, untold, usage
+from celery_budget.store import outbox, plans, silent, untold, usage
 from celery_budget.store.attempts import (
     NOBODY,
     UNCERTAIN,
@@ -113,10 +113,10 @@ def undelivered(connection: Connection, root: str, seen: Silent) -> bool:
     """Release a request that nobody has started, however often; its result is to be told.
 
     Locks its reservation, its balances, its messages. False where it was started, or has ended,
-    since its message was ``seen``.
+    since its message was ``seen``, be it that another attempt is to follow.
     """
     row = lock(connection, root, seen.reservation_id)
-    if row is None or row.state not in CLAIMABLE:
+    if row is None or row.state not in CLAIMABLE or not silent.is_there(connection, root, seen):
         return False
     release(connection, root, seen.reservation_id, UNDELIVERED)
     untold.note(connection, root, row.task_id, UNDELIVERED, row.reservation_id)
