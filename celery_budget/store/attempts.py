@@ -660,6 +660,7 @@ def renew(
         attempts.update()
         .where(
             attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
             sa.exists().where(
                 mine.c.reservation_id == attempts.c.reservation_id,
                 mine.c.attempt == attempts.c.attempt,

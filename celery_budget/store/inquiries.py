@@ -90,6 +90,7 @@ def due(connection: Connection, root: str, limit: int) -> list[Inquiry]:
         .select_from(attempts.join(reservations, of_reservation).outerjoin(outbox, its_message))
         .where(
             attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
             attempts.c.lease_until_us <= instant(),
             attempts.c.outcome == UNCERTAIN,
         )

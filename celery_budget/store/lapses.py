@@ -143,10 +143,13 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
     if gap_us >= lease_us // 2:
         most = now_us() + lease_us
         until = sa.case((until + gap_us < most, until + gap_us), else_=most)
+    # Said of both, or PostgreSQL takes what is open for a third of all there ever was, and reads it.
+    is_open = attempts.c.lease_until_us.is_not(None)
     over = (
         sa.select(attempts.c.reservation_id, attempts.c.attempt)
         .where(
             attempts.c.root == root,
+            is_open,
             attempts.c.lease_until_us <= instant(),
             attempts.c.suspected_us.is_(None),
         )
@@ -157,6 +160,7 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
         attempts.update()
         .where(
             attempts.c.root == root,
+            is_open,
             sa.exists().where(
                 over.c.reservation_id == attempts.c.reservation_id,
                 over.c.attempt == attempts.c.attempt,
@@ -175,6 +179,7 @@ def lapsed(connection: Connection, root: str, limit: int, second_us: int) -> lis
         _select_open()
         .where(
             attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
             attempts.c.lease_until_us <= instant(),
             attempts.c.suspected_us <= instant() - second_us,
             sa.func.coalesce(attempts.c.outcome, "") != UNCERTAIN,
