@@ -493,9 +493,7 @@ def note_answered(
     The caller holds the reservation's row.
     """
     connection.execute(
-        attempts.update()
-        .where(attempt_key(root, reservation_id, attempt))
-        .values(payload=ANSWERED)
+        attempts.update().where(attempt_key(root, reservation_id, attempt)).values(payload=ANSWERED)
     )
 
 

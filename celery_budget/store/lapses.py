@@ -32,7 +32,7 @@ from celery_budget.store.attempts import (
     set_reservation,
     write_end,
 )
-from celery_budget.store.continuations import drop_next
+from celery_budget.store.continuations import cancel, drop_next
 from celery_budget.store.insert import insert_new
 from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, instant, now_us, reservations, sweeps
@@ -143,7 +143,7 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
     if gap_us >= lease_us // 2:
         most = now_us() + lease_us
         until = sa.case((until + gap_us < most, until + gap_us), else_=most)
-    # Said of both, or PostgreSQL takes what is open for a third of all there ever was, and reads it.
+    # Said of both: PostgreSQL takes what is due for a third of all there ever was, and reads that.
     is_open = attempts.c.lease_until_us.is_not(None)
     over = (
         sa.select(attempts.c.reservation_id, attempts.c.attempt)
@@ -374,6 +374,10 @@ def conclude(
         promised = line.estimate + line.extended if missing else 0
         charges[line.line] = charge_of(line, max(0, promised - recorded.get(line.unit, 0)))
     state = "settled" if known else "lost"
+    goes_on = ready == "returned"
+    if ready is None and row.plan_id is not None:
+        # Its replacement may have been admitted before it was lost, and goes on with the chain.
+        goes_on = plans.hand_over(connection, row)
     finish(
         connection,
         root,
@@ -383,11 +387,14 @@ def conclude(
         reason=reason,
         unmetered=bool(unmetered),
         of=of,
-        goes_on=ready == "returned",
+        goes_on=goes_on,
     )
     if ready == "returned" and row.plan_id is not None:
         plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
+    if row.cancelled_us is not None:
+        # So is what replaces it.
+        cancel(connection, root, row.task_id)
     if tell and not ready:
         untold.note(connection, root, row.task_id, "lost", reservation_id)
     return state

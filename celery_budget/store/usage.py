@@ -380,9 +380,7 @@ def take_back(
     if not found:
         return
     connection.execute(
-        usage.update()
-        .where(assumed)
-        .values(amount=usage.c.amount - usage.c.assumed, assumed=None)
+        usage.update().where(assumed).values(amount=usage.c.amount - usage.c.assumed, assumed=None)
     )
     less = {unit: int(amount) for unit, amount in found}
     write_lines(
