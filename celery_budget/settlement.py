@@ -661,7 +661,8 @@ def worker_lost(
 
     An attempt that ran runs again, or is lost: charged the greater of recorded and estimated. One
     that had ended, whose result may not have been stored, gives its outcome again. Where none was
-    claimed yet the message comes again. False where Celery's own ending of the task stands.
+    claimed yet the message comes again, ``budget_max_publishes`` times in all. False where Celery's
+    own ending of the task stands.
 
     :param may_rerun: whether the message may come again: not after a hard time limit or a
         termination, which are meant.
@@ -673,8 +674,16 @@ def worker_lost(
     """
     seen = store.run(lapses.open_of, settings.root, task_id, boot_id, worker, reservation_id)
     if seen is None:
-        store.run(unclaimed_store.lost, settings.root, task_id, retries, may_rerun, reservation_id)
-        return may_rerun
+        return store.run(
+            unclaimed_store.lost,
+            settings.root,
+            task_id,
+            retries,
+            may_rerun,
+            settings.max_publishes,
+            reservation_id,
+            tell=tell,
+        )
     if seen.ended_us is None:
         again = may_rerun and seen.rerun and seen.deliveries < settings.max_deliveries
         state = store.run(

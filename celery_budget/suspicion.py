@@ -63,6 +63,7 @@ class Suspicion:
         # that were empty then, and by lanes of which a worker has what was published then.
         self._emptied: dict[Queue, int] = {}
         self._overtaken: dict[Lane, int] = {}
+        self._looked_us = 0
 
     def look(self) -> list[Silent]:
         """Return messages that are to be published again, due longest first, at most a hundred.
@@ -75,8 +76,11 @@ class Suspicion:
         found = self._store.read(silent.silent, root, LOOKED_AT)
         if not found:
             return []
+        # Where the ledger's clock was set back, what was seen tells of times that are to come.
+        is_back = found[0].seen_us < self._looked_us
+        self._looked_us = found[0].seen_us
         for seen in (self._emptied, self._overtaken):
-            if len(seen) > MOST_LANES:
+            if is_back or len(seen) > MOST_LANES:
                 seen.clear()
         if any(not self._is_gone(one) for one in found):
             self._see_started()

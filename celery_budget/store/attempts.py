@@ -66,6 +66,7 @@ __all__ = [
     "extend",
     "follow",
     "has_returned",
+    "note_answered",
     "of_reservation",
     "owned",
     "renew",
@@ -259,6 +260,8 @@ def _erase(connection: Connection, last: sa.Row[Any]) -> None:
 
 #: The last error of a request whose last attempt said nothing.
 UNKNOWN = "its worker went away, or it gave its message back"
+#: The payload of a lost attempt whose task has told what it used: its last error, as of others.
+ANSWERED = json.dumps(["its worker went away; what it used was looked up", None])
 
 
 def _refuse(
@@ -274,19 +277,34 @@ def _refuse(
     """End a request that may not run again, in place of its next attempt; that tells the outcome.
 
     It is settled at what it used. Where the last attempt's outcome is unknown it is lost, and
-    charged the greater of recorded and estimated for that one.
+    charged the greater of recorded and estimated for that one; where its task has told what it
+    used, only of units of which it told nothing.
     """
     root, reservation_id = row.root, row.reservation_id
     of = lines_of(connection, root, reservation_id)
     fresh: dict[int, int] = {}
+    answered = last.payload == ANSWERED
     if last.outcome == UNCERTAIN:
         recorded = usage.recorded(connection, root, reservation_id, last.attempt)
-        fresh = {line.line: max(0, line.estimate - recorded.get(line.unit, 0)) for line in of}
+        fresh = {
+            line.line: max(0, line.estimate - recorded.get(line.unit, 0))
+            for line in of
+            if not answered or usage.is_unmetered(line, recorded)
+        }
     charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
     text, error = json.loads(last.payload) if last.payload is not None else (UNKNOWN, None)
     kept = quarantine.keep(connection, row, row.attempts, of, charges, Keep(why, text, bound))
-    state = "lost" if last.outcome == UNCERTAIN else "settled"
-    finish(connection, root, row, state, charges, reason=why, of=of)
+    lost = last.outcome == UNCERTAIN and not answered
+    finish(
+        connection,
+        root,
+        row,
+        "lost" if lost else "settled",
+        charges,
+        reason=why,
+        unmetered=answered and bool(fresh),
+        of=of,
+    )
     _erase(connection, last)
     stored = StoredOutcome("refused", json.dumps([why, row.attempts, error]))
     _write_claim(
@@ -467,6 +485,18 @@ def run_again(connection: Connection, row: sa.Row[Any], attempt: int, park_us: i
     return True
 
 
+def note_answered(
+    connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
+) -> None:
+    """Note of a lost attempt that another one is to follow: its task has told what it used.
+
+    The caller holds the reservation's row.
+    """
+    connection.execute(
+        attempts.update().where(attempt_key(root, reservation_id, attempt)).values(payload=ANSWERED)
+    )
+
+
 def follow(
     connection: Connection, root: str, reservation_id: uuid.UUID, attempt: int
 ) -> int | None:
@@ -628,6 +658,7 @@ def renew(
         attempts.update()
         .where(
             attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
             sa.exists().where(
                 mine.c.reservation_id == attempts.c.reservation_id,
                 mine.c.attempt == attempts.c.attempt,

@@ -16,7 +16,12 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.usage import Used
 from celery_budget.store import usage
-from celery_budget.store.attempts import UNCERTAIN, attempt_key, of_reservation
+from celery_budget.store.attempts import (
+    UNCERTAIN,
+    attempt_key,
+    note_answered,
+    of_reservation,
+)
 from celery_budget.store.lapses import conclude as go_on
 from celery_budget.store.outbox import message_of
 from celery_budget.store.reservations import TAKING, lock
@@ -85,6 +90,7 @@ def due(connection: Connection, root: str, limit: int) -> list[Inquiry]:
         .select_from(attempts.join(reservations, of_reservation).outerjoin(outbox, its_message))
         .where(
             attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
             attempts.c.lease_until_us <= instant(),
             attempts.c.outcome == UNCERTAIN,
         )
@@ -135,18 +141,24 @@ def record_total(
 ) -> None:
     """Record what an attempt has used in all, as far as it has not recorded that itself.
 
-    Locks as :func:`usage.record`; a repeat adds nothing.
+    What was assumed of its replies that did not tell all is taken back. Locks as
+    :func:`usage.record`; a repeat adds nothing, unless it tells of more.
 
     :param amounts: by unit; none stands for the first that is charged by use.
-    :raises PolicyError, InvalidAmount: as :func:`usage.record`; nothing was recorded.
+    :raises PolicyError, InvalidAmount: as :func:`usage.record`; nothing may be committed then.
     """
-    lock(connection, root, reservation_id)
-    known = usage.recorded(connection, root, reservation_id, attempt)
-    missing = {
-        unit: max(0, amount - known.get(usage.unit_of(connection, root, reservation_id, unit), 0))
+    row = lock(connection, root, reservation_id)
+    totals = {
+        usage.unit_of(connection, root, reservation_id, unit): amount
         for unit, amount in amounts.items()
     }
-    usage.record(connection, root, reservation_id, attempt, key, Used(missing))
+    if row is not None:
+        usage.take_back(connection, row, attempt, totals)
+    known = usage.recorded(connection, root, reservation_id, attempt)
+    for unit, total in totals.items():
+        if total > known.get(unit, -1):
+            missing = Used({unit: total - known.get(unit, 0)})
+            usage.record(connection, root, reservation_id, attempt, f"{key}:{total}", missing)
 
 
 def conclude(
@@ -175,7 +187,7 @@ def conclude(
     ).scalar()
     if row is None or closed is None:
         return None
-    return go_on(
+    state = go_on(
         connection,
         row,
         seen.attempt,
@@ -186,6 +198,9 @@ def conclude(
         # Of one that was not to run again it is told already, or Celery has stored it.
         tell=closed,
     )
+    if answered and state == "waiting":
+        note_answered(connection, root, seen.reservation_id, seen.attempt)
+    return state
 
 
 def _mine(root: str, seen: Inquiry) -> sa.ColumnElement[Any]:

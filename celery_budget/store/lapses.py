@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
-from celery_budget.store import outbox, plans, untold, usage
+from celery_budget.store import outbox, plans, silent, untold, usage
 from celery_budget.store.attempts import (
     NOBODY,
     UNCERTAIN,
@@ -32,7 +32,7 @@ from celery_budget.store.attempts import (
     set_reservation,
     write_end,
 )
-from celery_budget.store.continuations import drop_next
+from celery_budget.store.continuations import cancel, drop_next
 from celery_budget.store.insert import insert_new
 from celery_budget.store.reservations import TAKING, charge_of, finish, lines_of, lock, release
 from celery_budget.store.schema import attempts, instant, now_us, reservations, sweeps
@@ -113,10 +113,10 @@ def undelivered(connection: Connection, root: str, seen: Silent) -> bool:
     """Release a request that nobody has started, however often; its result is to be told.
 
     Locks its reservation, its balances, its messages. False where it was started, or has ended,
-    since its message was ``seen``.
+    since its message was ``seen``, be it that another attempt is to follow.
     """
     row = lock(connection, root, seen.reservation_id)
-    if row is None or row.state not in CLAIMABLE:
+    if row is None or row.state not in CLAIMABLE or not silent.is_there(connection, root, seen):
         return False
     release(connection, root, seen.reservation_id, UNDELIVERED)
     untold.note(connection, root, row.task_id, UNDELIVERED, row.reservation_id)
@@ -143,10 +143,13 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
     if gap_us >= lease_us // 2:
         most = now_us() + lease_us
         until = sa.case((until + gap_us < most, until + gap_us), else_=most)
+    # Said of both: PostgreSQL takes what is due for a third of all there ever was, and reads that.
+    is_open = attempts.c.lease_until_us.is_not(None)
     over = (
         sa.select(attempts.c.reservation_id, attempts.c.attempt)
         .where(
             attempts.c.root == root,
+            is_open,
             attempts.c.lease_until_us <= instant(),
             attempts.c.suspected_us.is_(None),
         )
@@ -157,6 +160,7 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
         attempts.update()
         .where(
             attempts.c.root == root,
+            is_open,
             sa.exists().where(
                 over.c.reservation_id == attempts.c.reservation_id,
                 over.c.attempt == attempts.c.attempt,
@@ -175,6 +179,7 @@ def lapsed(connection: Connection, root: str, limit: int, second_us: int) -> lis
         _select_open()
         .where(
             attempts.c.root == root,
+            attempts.c.lease_until_us.is_not(None),
             attempts.c.lease_until_us <= instant(),
             attempts.c.suspected_us <= instant() - second_us,
             sa.func.coalesce(attempts.c.outcome, "") != UNCERTAIN,
@@ -369,6 +374,10 @@ def conclude(
         promised = line.estimate + line.extended if missing else 0
         charges[line.line] = charge_of(line, max(0, promised - recorded.get(line.unit, 0)))
     state = "settled" if known else "lost"
+    goes_on = ready == "returned"
+    if ready is None and row.plan_id is not None:
+        # Its replacement may have been admitted before it was lost, and goes on with the chain.
+        goes_on = plans.hand_over(connection, row)
     finish(
         connection,
         root,
@@ -378,11 +387,14 @@ def conclude(
         reason=reason,
         unmetered=bool(unmetered),
         of=of,
-        goes_on=ready == "returned",
+        goes_on=goes_on,
     )
     if ready == "returned" and row.plan_id is not None:
         plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
+    if row.cancelled_us is not None:
+        # So is what replaces it.
+        cancel(connection, root, row.task_id)
     if tell and not ready:
         untold.note(connection, root, row.task_id, "lost", reservation_id)
     return state

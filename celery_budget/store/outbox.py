@@ -41,6 +41,7 @@ __all__ = [
     "make_due",
     "message_of",
     "prune",
+    "publishes",
     "take",
     "unblock",
     "wake",
@@ -239,6 +240,18 @@ def make_due(
             .values(state="due", due_us=now_us() + wait_us, taken_by=None, behind=False)
         ).rowcount
     )
+
+
+def publishes(connection: Connection, root: str, reservation_id: uuid.UUID, retries: int) -> int:
+    """Return how often the message of a reservation's attempt was published; locks nothing."""
+    found = connection.execute(
+        sa.select(outbox.c.publishes).where(
+            outbox.c.root == root,
+            outbox.c.reservation_id == reservation_id,
+            outbox.c.retries == retries,
+        )
+    ).scalar()
+    return int(found or 0)
 
 
 def unblock(

@@ -102,15 +102,21 @@ def lost(
     task_id: str,
     retries: int | None,
     again: bool,
+    most: int,
     reservation_id: uuid.UUID | None = None,
-) -> None:
+    *,
+    tell: bool = False,
+) -> bool:
     """Bring on a request whose worker process died before it claimed the attempt.
 
-    Locks its reservation, then its message. With ``again`` the message is published anew,
-    otherwise the hold is given back. Nothing is done where it runs elsewhere or has ended.
+    Locks its reservation, its balances, its messages. With ``again`` the message is published anew,
+    unless it was published ``most`` times: what kills each process that gets it comes to its end.
+    Otherwise the hold is given back. Nothing is done where it runs elsewhere or has ended. True,
+    with ``again``, but where the request has ended here.
 
     :param retries: the delivery's, where they are known.
     :param reservation_id: only this request of the task.
+    :param tell: note that its result is to be told, where it ends. Otherwise Celery stores it.
     """
     found = connection.execute(
         sa.select(reservations.c.reservation_id, reservations.c.retries).where(
@@ -121,12 +127,15 @@ def lost(
         )
     ).first()
     if found is None:
-        return
+        return again
     turn = found.retries if retries is None else retries
     row = _unstarted(connection, root, found.reservation_id, task_id, turn)
     if row is None:
-        return
-    if again:
+        return again
+    if again and outbox.publishes(connection, root, row.reservation_id, row.retries) < most:
         outbox.make_due(connection, root, row.reservation_id, row.retries)
-    else:
-        release(connection, root, row.reservation_id, WORKER_LOST)
+        return True
+    release(connection, root, row.reservation_id, WORKER_LOST)
+    if tell:
+        untold.note(connection, root, task_id, WORKER_LOST, row.reservation_id)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 import sqlalchemy as sa
@@ -31,9 +32,24 @@ from celery_budget.store.reservations import (
     set_holds,
     write_lines,
 )
-from celery_budget.store.schema import effects, extensions, now_us, reservations, usage
+from celery_budget.store.schema import (
+    attempts,
+    effects,
+    extensions,
+    now_us,
+    reservations,
+    usage,
+)
 
-__all__ = ["extend", "is_unmetered", "record", "recorded", "remaining", "unit_of"]
+__all__ = [
+    "extend",
+    "is_unmetered",
+    "record",
+    "recorded",
+    "remaining",
+    "take_back",
+    "unit_of",
+]
 
 
 def record(
@@ -106,7 +122,7 @@ def record(
     write_lines(connection, root, reservation_id, {"used": totals})
     exceeded = None
     if ended:
-        over = _charge_late(connection, root, reservation_id, metered, totals)
+        over = _charge_late(connection, root, reservation_id, metered, changes, whose)
     else:
         holds = {line.line: max(line.reserved, totals[line.line]) for line in metered}
         exceeded = next((line for line in metered if holds[line.line] > line.reserved), None)
@@ -283,13 +299,31 @@ def _charge_late(
     root: str,
     reservation_id: uuid.UUID,
     metered: Lines,
-    used: dict[int, int],
+    changes: dict[str, int],
+    whose: dict[str, int],
 ) -> bool:
     """Charge what was used beyond what the end has charged; tell whether that is over the estimate.
 
-    An unmetered or lost end has charged the estimate already.
+    An unmetered or lost end has charged the estimate of the last attempt already: what that one
+    used is part of it, what another one used is not.
+
+    :param changes: by how much the use of each unit has changed, and by ``whose`` attempt.
     """
-    settled = {line.line: max(line.settled, used[line.line]) for line in metered}
+    used = {line.line: line.used + changes[line.unit] for line in metered}
+    last = connection.execute(
+        sa.select(sa.func.max(attempts.c.attempt)).where(
+            attempts.c.root == root,
+            attempts.c.reservation_id == reservation_id,
+            # It stands for an attempt that was not had.
+            sa.func.coalesce(attempts.c.outcome, "") != "refused",
+        )
+    ).scalar()
+    settled = {
+        line.line: max(line.settled, used[line.line])
+        if whose[line.unit] == last
+        else line.settled + max(0, changes[line.unit])
+        for line in metered
+    }
     move(
         connection,
         root,
@@ -323,6 +357,45 @@ def _note_repeated(
         )
         .values(repeated_by=attempt)
     )
+
+
+def take_back(
+    connection: Connection, row: sa.Row[Any], attempt: int, units: Collection[str]
+) -> None:
+    """Take back what was assumed of an attempt's use of these units: all of it is told now.
+
+    The caller holds the reservation's row.
+    """
+    root, reservation_id = row.root, row.reservation_id
+    assumed = sa.and_(
+        usage.c.root == root,
+        usage.c.reservation_id == reservation_id,
+        usage.c.attempt == attempt,
+        usage.c.unit.in_(sorted(units)),
+        usage.c.assumed.is_not(None),
+    )
+    found = connection.execute(
+        sa.select(usage.c.unit, sa.func.sum(usage.c.assumed)).where(assumed).group_by(usage.c.unit)
+    ).all()
+    if not found:
+        return
+    connection.execute(
+        usage.update().where(assumed).values(amount=usage.c.amount - usage.c.assumed, assumed=None)
+    )
+    less = {unit: int(amount) for unit, amount in found}
+    write_lines(
+        connection,
+        root,
+        reservation_id,
+        {
+            "used": {
+                line.line: line.used - less[line.unit]
+                for line in lines_of(connection, root, reservation_id)
+                if line.charge == USED and line.unit in less
+            }
+        },
+    )
+    _flag(connection, row, over=False, unmetered=False, told=True)
 
 
 def recorded(

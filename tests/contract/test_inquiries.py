@@ -10,6 +10,8 @@ import pytest
 
 from celery_budget import inquiry, reconcile, settlement
 from celery_budget.core.reservations import Running
+from celery_budget.core.retries import Retries
+from celery_budget.core.usage import Used
 from celery_budget.recovery import Recovered
 from celery_budget.render.stories import stories_view
 from celery_budget.render.text import as_text
@@ -139,6 +141,98 @@ def test_a_unit_that_is_not_answered_is_charged_its_estimate(funded: Ledger, tas
     assert ask(funded, tasks) == 1
     assert funded.balances("b", "usd") == [(0, 3), (0, 20)]
     assert funded.row(request).unmetered
+
+
+@pytest.mark.parametrize(("answer", "late"), [(3, 5), (12, 14), (30, 32)])
+def test_an_answer_takes_the_place_of_what_was_assumed(
+    funded: Ledger, tasks: Tasks, answer: int, late: int
+) -> None:
+    """A reply that did not tell all is charged the estimate only while nobody knows better."""
+    request = funded.reserve(10)
+    attempt = funded.run(request, inquires=True, late_ack=False)
+    attempt.write(Used({"tokens": 2}, incomplete=("tokens",)), "one")
+    attempt.write(Used({"tokens": 0}, incomplete=("tokens",)), "two")
+    assert funded.row(request).unmetered
+    funded.lapse(request)
+    assert funded.recover().asked == 1
+    tasks.answers = [{None: answer}]
+    assert ask(funded, tasks) == 1
+    assert funded.balance() == (0, answer)
+    row = funded.row(request)
+    assert (row.state, row.unmetered) == ("settled", False)
+    attempt.record(2)
+    assert funded.balance() == (0, late)
+
+
+def test_what_was_assumed_of_another_attempt_stays(funded: Ledger, tasks: Tasks) -> None:
+    request = funded.reserve(10)
+    funded.relay()
+    first = funded.run(request)
+    first.write(Used({"tokens": 2}, incomplete=("tokens",)), "one")
+    funded.lapse(request)
+    assert funded.recover().rerun == 1
+    funded.relay()
+    second = funded.run(request, inquires=True, rerun=False)
+    second.write(Used({"tokens": 1}, incomplete=("tokens",)), "two")
+    funded.lapse(request)
+    assert funded.recover().asked == 1
+    tasks.answers = [{None: 3}]
+    assert ask(funded, tasks) == 1
+    assert funded.balance() == (0, 13)
+    assert funded.row(request).unmetered
+
+
+def test_an_answer_that_tells_of_more_is_counted(funded: Ledger) -> None:
+    """The one before was recorded, and its process died before it could conclude."""
+    request, _ = lost(funded, early=True)
+    used = []
+    for total in (0, 7, 12, 12, 5):
+        funded.store.run(
+            inquiries.record_total,
+            funded.root,
+            request.reservation_id,
+            1,
+            "lookup:1:0",
+            {None: total},
+        )
+        used.append(funded.line(request)[1])
+    assert used == [0, 7, 12, 12, 12]
+    assert len(funded.rows("usage")) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "end"),
+    [({None: 3}, ("settled", (0, 3), False)), (None, ("lost", (0, 10), False))],
+)
+def test_who_may_not_run_again_is_charged_as_answered(
+    funded: Ledger, tasks: Tasks, answer: Any, end: tuple[Any, ...]
+) -> None:
+    """An attempt was to follow, and its turns are over."""
+    request, _ = lost(funded, 2)
+    if answer is None:
+        later(funded)
+    tasks.answers = [answer]
+    assert ask(funded, tasks) == 1
+    assert funded.state(request) == "waiting"
+    assert funded.deliver(request, Retries(max_attempts=1)).replay.kind == "refused"
+    row = funded.row(request)
+    assert (row.state, funded.balance(), row.unmetered) == end
+    assert [row.payload for row in funded.rows("attempts", attempt=1)] == [None]
+
+
+def test_a_unit_without_an_answer_is_charged_its_estimate_there_too(
+    funded: Ledger, tasks: Tasks
+) -> None:
+    funded.set("usd", 100, "usd")
+    request = funded.reserve(10, ("usd", 20))
+    funded.run(request, inquires=True)
+    funded.lapse(request)
+    funded.recover()
+    tasks.answers = [{"tokens": 3}]
+    assert ask(funded, tasks) == 1
+    funded.deliver(request, Retries(max_attempts=1))
+    assert funded.balances("b", "usd") == [(0, 3), (0, 20)]
+    assert (funded.state(request), funded.row(request).unmetered) == ("settled", True)
 
 
 def test_another_attempt_follows_an_answer(funded: Ledger, tasks: Tasks) -> None:

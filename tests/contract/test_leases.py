@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -13,7 +14,7 @@ from celery_budget import settlement
 from celery_budget.integration import leases
 from celery_budget.integration.context import BOOT_ID
 from celery_budget.recovery import Recovered
-from celery_budget.store import Store, lapses
+from celery_budget.store import Store, attempts, lapses
 from celery_budget.store.schema import now_us
 from tests.contract.racers import at_once
 from tests.contract.support import BOOT, RETURNED, Ledger
@@ -131,6 +132,45 @@ def test_what_was_suspected_before_a_gap_is_not_extended_again(funded: Ledger) -
     funded.lapse(request)
     looked(funded, 2 * funded.settings.lease_us)
     assert funded.state(request) == "waiting"
+
+
+_ENDED = sa.text(
+    "INSERT INTO budget_attempts (root, reservation_id, attempt, claim_id, retries, worker,"
+    " boot_id, late_ack, started_us, ended_us, outcome, replays)"
+    " SELECT :root, gen_random_uuid(), 1, gen_random_uuid(), 0, 'w', gen_random_uuid(), true,"
+    " n, n, 'returned', 0 FROM generate_series(1, 20000) AS n"
+)
+
+
+@pytest.mark.slow
+def test_a_look_does_not_read_what_has_ended(funded: Ledger) -> None:
+    engine = funded.store.engine
+    if funded.store.dialect != "postgresql":
+        pytest.skip("SQLite looks into the index for whatever it can")
+    for _ in range(20):
+        funded.start(1)
+    with funded.store.transaction() as connection:
+        connection.execute(_ENDED, {"root": funded.root})
+    with funded.store.statement() as connection:
+        connection.exec_driver_sql("VACUUM (ANALYZE) budget_attempts")
+    plans = []
+
+    def explain(*event: Any) -> None:
+        connection, _, statement, parameters = event[:4]
+        if "suspected_us" in statement and not statement.startswith("EXPLAIN"):
+            rows = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+            plans.append("\n".join(row[0] for row in rows))
+
+    sa.event.listen(engine, "before_cursor_execute", explain)
+    try:
+        funded.store.run(lapses.suspect, funded.root, funded.settings.lease_us)
+        funded.store.read(lapses.lapsed, funded.root, 100, funded.settings.renew_us)
+        key = (["one", "two"], BOOT, [1], funded.settings.lease_us)
+        funded.store.run(attempts.renew, funded.root, *key)
+    finally:
+        sa.event.remove(engine, "before_cursor_execute", explain)
+    assert len(plans) == 3
+    assert [plan for plan in plans if "Seq Scan on budget_attempts" in plan] == []
 
 
 def test_the_first_sweep_ever_finds_no_gap(funded: Ledger) -> None:

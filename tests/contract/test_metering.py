@@ -123,7 +123,7 @@ def test_such_a_reply_is_charged_the_estimate(metered: Ledger, outcome: Any) -> 
     if outcome == "none":
         return
     if outcome == "lost":
-        metered.put("attempts", {"late_ack": False}, reservation_id=request.reservation_id)
+        metered.put("attempts", {"rerun": False}, reservation_id=request.reservation_id)
         metered.lapse(request)
         metered.recover()
     else:

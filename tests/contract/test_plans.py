@@ -19,6 +19,7 @@ from celery_budget.core.reservations import (
     Skipped,
     Unknown,
 )
+from celery_budget.store import inquiries
 from tests.contract.racers import at_once
 from tests.contract.support import RAISED, RETURNED, Ledger, message_of
 
@@ -156,6 +157,54 @@ def test_a_replacement_with_a_reservation_takes_the_step_over(funded: Ledger) ->
     assert funded.balance() == (25, 0)
     funded.run(other).end(RAISED)
     assert funded.state(steps[1]) == "released"
+
+
+def replaced(ledger: Ledger, task: ReserveRequest) -> ReserveRequest:
+    """The request that a running task puts in its place, admitted."""
+    other = replace(ledger.request(5), task_id=task.task_id, request_id=task.task_id, nesting=1)
+    assert ledger.admit(other, continuation=True) == Reserved(other.reservation_id)
+    return other
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_replacement_takes_over_from_a_lost_step(funded: Ledger, asked: bool) -> None:
+    """Its worker died between the replacement's admission and its own end."""
+    steps = planned(funded, 10, 20)
+    funded.run(steps[0], rerun=False, inquires=asked)
+    other = replaced(funded, steps[0])
+    funded.lapse(steps[0])
+    funded.recover()
+    if asked:
+        [seen] = funded.store.read(inquiries.due, funded.root, 10)
+        how = {"park_us": 1, "answered": False, "reason": None}
+        assert funded.store.run(inquiries.conclude, funded.root, seen, **how) == "lost"
+    assert states(funded, [*steps, other]) == ["lost", "planned", "reserved"]
+    attempt = funded.run(other)
+    attempt.end(RETURNED)
+    assert activate(funded, steps[1]) == Reserved(steps[1].reservation_id)
+    attempt.close()
+    assert funded.state(steps[1]) == "reserved"
+    assert funded.results.told == []
+
+
+def test_a_lost_step_that_replaced_nothing_gives_the_rest_back(funded: Ledger) -> None:
+    steps = planned(funded, 10, 20)
+    funded.run(steps[0], rerun=False)
+    funded.lapse(steps[0])
+    funded.recover()
+    assert states(funded, steps) == ["lost", "released"]
+
+
+def test_what_replaces_a_cancelled_task_that_is_lost_is_cancelled(funded: Ledger) -> None:
+    request, _ = funded.start(10)
+    settlement.cancel(funded.store, funded.settings, request.task_id)
+    other = replaced(funded, request)
+    funded.lapse(request)
+    assert funded.recover().lost == 1
+    assert states(funded, [request, other]) == ["lost", "released"]
+    assert funded.balance() == (0, 10)
+    assert funded.tell_all().told == 0
+    assert funded.results.told == [(request.task_id, "cancelled")]
 
 
 def test_a_success_that_nothing_came_of_gives_the_rest_back_when_it_is_closed(

@@ -9,6 +9,7 @@ import pytest
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Closed, Outcome, Running, StoredOutcome
+from celery_budget.core.retries import Retries
 from celery_budget.recovery import Recovered
 from celery_budget.settlement import Attempt
 from celery_budget.store import outbox, silent
@@ -80,6 +81,45 @@ def test_an_early_acknowledged_attempt_is_lost(
     assert funded.deliver(request) == Closed("lost")
     assert not attempt.end(RETURNED)
     assert funded.recover() == Recovered()
+
+
+def test_late_usage_of_another_attempt_is_not_what_the_last_was_charged_for(
+    funded: Ledger,
+) -> None:
+    """The last one was charged its estimate, since nobody knows what it used."""
+    request = funded.reserve(10)
+    funded.relay()
+    first = funded.run(request)
+    first.record(4)
+    funded.lapse(request)
+    assert funded.recover().rerun == 1
+    funded.relay()
+    second = funded.run(request, rerun=False)
+    funded.lapse(request)
+    assert funded.recover().lost == 1
+    assert funded.balance() == (0, 14)
+    first.record(6)
+    assert funded.balance() == (0, 20)
+    second.record(7)
+    assert funded.balance() == (0, 20), "of its estimate"
+    second.record(7)
+    assert funded.balance() == (0, 24)
+    assert funded.line(request) == (0, 24, 24)
+
+
+def test_late_usage_of_the_last_attempt_that_ran_is_what_it_was_charged_for(
+    funded: Ledger,
+) -> None:
+    """One that was refused its run stands after it."""
+    request, attempt = funded.start(10)
+    funded.lapse(request)
+    assert funded.recover().rerun == 1
+    assert funded.deliver(request, Retries(max_attempts=1)).replay.kind == "refused"
+    assert funded.balance() == (0, 10)
+    attempt.record(7)
+    assert funded.balance() == (0, 10)
+    attempt.record(7)
+    assert funded.balance() == (0, 14)
 
 
 def test_a_lost_retry_is_charged_on_top_of_what_was_used_before(funded: Ledger) -> None:

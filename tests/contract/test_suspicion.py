@@ -13,9 +13,9 @@ import sqlalchemy as sa
 from celery_budget import recovery, suspicion
 from celery_budget.core.reservations import ReserveRequest
 from celery_budget.recovery import Recovered
-from celery_budget.store import silent
+from celery_budget.store import lapses, silent
 from celery_budget.suspicion import SUSPECTED
-from tests.contract.support import RETURNED, Ledger
+from tests.contract.support import RETRIED, RETURNED, Ledger
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US
@@ -172,6 +172,51 @@ def test_only_what_was_certainly_published_later_overtakes(
     wide.run(started)
     assert wide.recover() == Recovered()
     assert wide.message(waiting).state == "published"
+
+
+def test_a_clock_that_is_set_back_loses_nothing(wide: Ledger) -> None:
+    """What was seen before is of a time that is to come: by that all that waits is lost."""
+    sweep = wide.suspicion()
+    gone = publish(wide, envelope="empty")
+    assert wide.recover(sweep) == Recovered(republished=1)
+    assert copies(wide) == 1
+    waiting = publish(wide)
+    sweep._looked_us += HOUR_US
+    sweep._emptied[("", "celery")] = wide.now() + HOUR_US
+    assert wide.recover(sweep) == Recovered()
+    assert wide.message(waiting).state == "published"
+    assert wide.message(gone).publishes == 2
+
+
+def test_what_was_published_in_a_time_to_come_overtakes_nothing(wide: Ledger) -> None:
+    waiting, started = publish(wide), publish(wide, -HOUR_US)
+    wide.run(started)
+    assert wide.recover() == Recovered()
+    assert wide.message(waiting).state == "published"
+
+
+def test_what_was_started_since_is_not_given_up(wide: Ledger) -> None:
+    """It was seen for the last time, and has asked to be retried before that was acted on."""
+    request = publish(wide)
+    [seen] = wide.store.read(silent.silent, wide.root, 10)
+    attempt = wide.run(request)
+    wide.retry(request, attempt)
+    attempt.end(RETRIED)
+    assert not wide.store.run(lapses.undelivered, wide.root, seen)
+    assert (wide.state(request), wide.message(request).retries) == ("waiting", 1)
+
+
+def test_what_is_published_again_since_is_not_given_up(wide: Ledger) -> None:
+    request = publish(wide, envelope="empty")
+    [seen] = wide.store.read(silent.silent, wide.root, 10)
+    assert wide.recover() == Recovered(republished=1)
+    assert not wide.store.run(lapses.undelivered, wide.root, seen)
+    assert copies(wide) == 1
+    assert not wide.store.run(lapses.undelivered, wide.root, seen)
+    wait(wide, request, HOUR_US)
+    [seen] = wide.store.read(silent.silent, wide.root, 10)
+    assert wide.store.run(lapses.undelivered, wide.root, seen)
+    assert wide.state(request) == "released"
 
 
 def test_a_second_copy_overtakes_nothing(wide: Ledger) -> None:

@@ -175,6 +175,24 @@ def test_a_process_that_died_has_its_message_come_again(
     assert (funded.state(request), funded.row(request).reason) == ("released", "worker_lost")
 
 
+@pytest.mark.parametrize("tell", [True, False])
+def test_what_kills_every_process_that_gets_it_comes_to_its_end(funded: Ledger, tell: bool) -> None:
+    funded.settings = replace(funded.settings, max_publishes=3)
+    request = funded.reserve(10)
+    key = (request.task_id, BOOT, True, tell)
+    again = []
+    for _ in range(3):
+        assert funded.relay().published == 1
+        again.append(settlement.worker_lost(funded.store, funded.settings, *key, retries=0))
+    assert again == [True, True, False]
+    row = funded.row(request)
+    assert (row.state, row.reason, funded.balance()) == ("released", "worker_lost", (0, 0))
+    assert funded.message(request) is None
+    assert settlement.worker_lost(funded.store, funded.settings, *key, retries=0), "nothing is left"
+    assert funded.recover() == Recovered(told=int(tell))
+    assert funded.results.told == ([(request.task_id, "worker_lost")] if tell else [])
+
+
 @pytest.mark.parametrize("may_rerun", [True, False])
 def test_a_copy_whose_process_died_changes_nothing_of_a_later_retry(
     funded: Ledger, may_rerun: bool
