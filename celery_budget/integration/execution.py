@@ -42,6 +42,7 @@ from celery_budget.integration.context import (
     delivering,
     find_installed,
     installed_on,
+    is_refused,
     parse_header,
 )
 from celery_budget.integration.effects import called
@@ -261,7 +262,7 @@ def _only_attempt(
     if (
         waits
         and isinstance(claimed, Closed)
-        and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id)
+        and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id, stopping)
     ):
         _tell_chord(task)
     logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
@@ -406,7 +407,12 @@ class AttemptBackend:
     def mark_as_retry(
         self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any
     ) -> Any:
-        """Store that a task is retried, and again that it was cancelled where it was meanwhile."""
+        """Store that a task is retried, and again that it was cancelled where it was meanwhile.
+
+        Nothing of a copy's: the result is another delivery's.
+        """
+        if request is not None and is_refused(request):
+            return None
         stored = self._backend.mark_as_retry(task_id, exc, *args, request=request, **kwargs)
         attempt, budget = attempt_of(request), find_installed(self._backend.app)
         if attempt is not None and budget is not None and not attempt.in_place:

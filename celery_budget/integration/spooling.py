@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = [
+    "gives_back",
     "keep_lost",
     "keep_unstarted",
     "prepare",
@@ -169,6 +170,21 @@ def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
     """
     retries = int(request.retries or 0)
     _keep(budget, request, getattr(request, HEADER, None), "", True, retries)
+
+
+def gives_back(budget: CeleryBudget, request: Any) -> bool:
+    """Give back a delivery that has not claimed, and could not tell the ledger of its end.
+
+    Its message is published again: what it comes to is told by the next delivery.
+
+    :param request: the task's.
+    :return: whether it was; not where the worker goes on.
+    """
+    if not stopping.is_set():
+        return False
+    logger.warning("task %s is given back, as the worker stops", request.id)
+    keep_unstarted(budget, request)
+    return True
 
 
 def _keep(
