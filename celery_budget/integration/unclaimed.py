@@ -18,6 +18,7 @@ from celery import bootsteps, signals, states
 from celery._state import get_current_worker_task
 
 from celery_budget import settlement
+from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     HEADER,
     answer,
@@ -157,7 +158,8 @@ def _end(
         return None
     task_id, retries = str(headers.get("id")), int(headers.get("retries") or 0)
     key = (*found, task_id, retries, reason)
-    ended = undisturbed(partial(settlement.unclaimed, tell=tell, wait=wait), budget.store, *key)
+    end = partial(settlement.unclaimed, budget.store, *key, tell=tell, wait=wait)
+    ended = undisturbed(end) if wait else undisturbed(asking.ask, end)
     what = "ended before it was started" if ended else "is not this delivery's to end"
     logger.error("task %s[%s] %s: %s", headers.get("task"), task_id, what, reason)
     return bool(ended)
