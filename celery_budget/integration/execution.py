@@ -9,10 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import signals, states
-from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    Retry,
+    SoftTimeLimitExceeded,
+    TaskRevokedError,
+)
 from celery.utils.serialization import get_pickleable_exception
 from kombu import serialization
 from kombu.exceptions import EncodeError
@@ -42,6 +49,7 @@ from celery_budget.integration.context import (
     delivering,
     find_installed,
     installed_on,
+    is_answered,
     is_refused,
     parse_header,
 )
@@ -63,7 +71,7 @@ if TYPE_CHECKING:
     from celery_budget.core.retries import Retries
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["execute", "guarded"]
+__all__ = ["execute", "guarded", "say_started"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +100,7 @@ def execute(
     attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
     retries = task.budget_retries(args, kwargs)
     try:
+        say_started(request)
         value = called(attempt, body, args, kwargs)
         outcome = Outcome("returned", written_value(budget, task, request, value))
     except Retry as exc:
@@ -350,6 +359,23 @@ def _on_prerun(task: Any, **_: Any) -> None:
         _process.runs_tasks = True
 
 
+#: Where a request keeps what stores that its task has started.
+_START = "_budget_start"
+
+
+def say_started(request: Any) -> None:
+    """Store that a task has started, where that is tracked; it goes on where that fails."""
+    start = vars(request).pop(_START, None)
+    if start is None:
+        return
+    try:
+        start()
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        logger.warning("it could not be stored that task %s started", request.id, exc_info=True)
+
+
 def _stands_for(stored: BaseException, error: BaseException | None) -> bool:
     """Tell whether Celery stores ``stored`` for ``error``: another where that cannot be pickled."""
     if error is None or stored is error:
@@ -370,6 +396,27 @@ class AttemptBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def store_result(
+        self,
+        task_id: str,
+        result: Any,
+        state: str,
+        traceback: Any = None,
+        request: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Store a result; that a task has started when it has claimed.
+
+        Celery stores it before: a copy's would be stored over how the task has ended, for good.
+        """
+        store = partial(
+            self._backend.store_result, task_id, result, state, traceback, request, **kwargs
+        )
+        if state != states.STARTED or request is None or is_answered(request):
+            return store()
+        setattr(request, _START, store)
+        return result
 
     def mark_as_failure(
         self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any

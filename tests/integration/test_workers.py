@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from celery._state import get_current_worker_task
 from celery.contrib.testing.worker import start_worker
 from celery.worker.request import Request
 
@@ -40,6 +41,35 @@ def test_a_worker_that_has_ended_leaves_no_thread_and_the_next_one_works(shop: S
             assert stopping.is_set(), "what is left of it waits for no ledger"
             assert shop.amounts("tenant:a") == (0, spent, 10 - spent)
         eventually(lambda: not _threads())
+
+
+def test_a_copy_does_not_say_that_its_task_has_started(shop: Shop) -> None:
+    """Celery stores it before the claim, where nobody would ever store anything over it."""
+    shop.app.conf.update(worker_hijack_root_logger=False, task_track_started=True)
+    seen: list[str] = []
+    with current(shop.app), logging_kept():
+
+        @shop.app.task(name=NAME, base=BudgetedTask, bind=True, **BUDGET)
+        def draft(self: Any, size: int, tenant: str) -> None:
+            seen.append(self.AsyncResult(self.request.id).state)
+
+        @shop.app.task(name="plain")
+        def plain(item: int) -> None:
+            inline = get_current_worker_task()
+            seen.append(inline.AsyncResult(inline.request.id).state)
+
+        cancelled = draft.delay(1, "a")
+        shop.relay()
+        shop.budget.cancel(cancelled.id)
+        assert cancelled.state == "REVOKED"
+        runs, free = draft.delay(2, "a"), plain.map([1]).delay()
+        shop.relay()
+        with start_worker(shop.app, perform_ping_check=False, shutdown_timeout=60):
+            runs.get(timeout=60)
+            free.get(timeout=60)
+    assert shop.app.AsyncResult(cancelled.id).state == "REVOKED"
+    assert seen == ["STARTED", "STARTED"]
+    assert shop.amounts("tenant:a") == (0, 2, 8)
 
 
 class Own(Request):
