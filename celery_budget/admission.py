@@ -383,6 +383,7 @@ def retry_unclaimed(
     request: ReserveRequest,
     message: WireMessage,
     retries: int,
+    stop: Stop | None = None,
 ) -> Reserved | Parked | None:
     """Write the message of a retry by a delivery that has not claimed, in place of its own.
 
@@ -390,8 +391,10 @@ def retry_unclaimed(
     is over, as where another one runs.
 
     :param retries: the delivery's.
+    :param stop: ends waiting for the ledger.
+    :raises StoreError: where it was ended; nothing is known to have been written.
     """
-    return store.wait_out(None, unclaimed.retry, request, message, retries, settings.park_us)
+    return store.wait_out(stop, unclaimed.retry, request, message, retries, settings.park_us)
 
 
 def activate(

@@ -23,6 +23,9 @@ LIMIT = 20
 FIRST_WAIT_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 300.0
 
+#: For how long an attempt is whoever's who asks about it.
+ASKING_US = 60_000_000
+
 #: Why a reservation ends whose last attempt was lost.
 LOOKED_UP = "looked up"
 COMPENSATED = "compensated"
@@ -46,11 +49,12 @@ def run_once(store: Store, settings: Settings, tasks: Tasks) -> int:
     """Ask about every attempt that is due; return how many were concluded."""
     concluded = 0
     for seen in store.read(inquiries.due, settings.root, LIMIT):
-        wait = backoff_seconds(seen.tries + 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
-        if not store.run(inquiries.take, settings.root, seen, int(wait * 1_000_000)):
+        if not store.run(inquiries.take, settings.root, seen, ASKING_US):
             continue
         found = _ask(settings, tasks, seen)
         if found is None:
+            wait = backoff_seconds(seen.tries + 1, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+            store.run(inquiries.ask_again, settings.root, seen, int(wait * 1_000_000))
             continue
         answered, reason = found
         state = store.run(

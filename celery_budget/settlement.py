@@ -633,15 +633,16 @@ def unclaimed(
     reason: str,
     *,
     tell: bool = False,
-    wait: bool = False,
+    wait: Stop | None = None,
 ) -> bool:
     """End a request whose delivery ended before it claimed; see :func:`unclaimed.end`.
 
-    :param wait: wait out a fault of the store.
+    :param wait: wait out a fault of the store, until this ends it.
+    :raises StoreError: where the ledger could not be told.
     """
     key = (root, reservation_id, task_id, retries, reason)
-    if wait:
-        return store.wait_out(None, unclaimed_store.end, *key, tell=tell)
+    if wait is not None:
+        return store.wait_out(Patience(wait), unclaimed_store.end, *key, tell=tell)
     return store.run(unclaimed_store.end, *key, tell=tell)
 
 
@@ -710,9 +711,15 @@ def worker_lost(
     return False
 
 
-def leaves_chord(store: Store, root: str, reservation_id: uuid.UUID) -> bool:
-    """Tell whether a request was cancelled, so that its chord is still to be told."""
-    return store.wait_out_reading(None, continuations.leaves_chord, root, reservation_id)
+def leaves_chord(
+    store: Store, root: str, reservation_id: uuid.UUID, stop: Stop | None = None
+) -> bool:
+    """Tell whether a request was cancelled, so that its chord is still to be told.
+
+    :param stop: ends waiting for the ledger.
+    :raises StoreError: where it was ended.
+    """
+    return store.wait_out_reading(Patience(stop), continuations.leaves_chord, root, reservation_id)
 
 
 def replay(store: Store, settings: Settings, entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +75,10 @@ class Losses:
             raise PolicyError(f"on_lost= is {self.on_lost!r}; give {CHARGE!r}, or leave it out")
         for name in ("lookup", "compensate"):
             given = getattr(self, name)
-            if given is not None and not callable(given):
+            if given is not None and not _takes_one(given):
                 raise PolicyError(
-                    f"{name}= is {given!r}; give a function of the lost attempt, or leave it out"
+                    f"{name}= is {given!r}; give a plain function of one argument, the lost "
+                    "attempt, or leave it out"
                 )
 
     @property
@@ -88,3 +90,27 @@ class Losses:
     def inquires(self) -> bool:
         """Whether a lost attempt is asked about, or undone, before anything follows it."""
         return self.lookup is not None or self.compensate is not None
+
+
+def _takes_one(given: object) -> bool:
+    """Tell whether something can be called with one argument, and does its work when it is.
+
+    What is called for its coroutine, or its generator, would never be run. What does not tell its
+    parameters is taken at its word.
+    """
+    if not callable(given):
+        return False
+    for one in (given, getattr(given, "__call__", None)):  # noqa: B004
+        if (
+            inspect.iscoroutinefunction(one)
+            or inspect.isgeneratorfunction(one)
+            or inspect.isasyncgenfunction(one)
+        ):
+            return False
+    try:
+        inspect.signature(given).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True

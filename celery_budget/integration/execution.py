@@ -9,10 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import signals, states
-from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    Retry,
+    SoftTimeLimitExceeded,
+    TaskRevokedError,
+)
 from celery.utils.serialization import get_pickleable_exception
 from kombu import serialization
 from kombu.exceptions import EncodeError
@@ -42,6 +49,8 @@ from celery_budget.integration.context import (
     delivering,
     find_installed,
     installed_on,
+    is_answered,
+    is_refused,
     parse_header,
 )
 from celery_budget.integration.effects import called
@@ -62,7 +71,7 @@ if TYPE_CHECKING:
     from celery_budget.core.retries import Retries
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["execute", "guarded"]
+__all__ = ["execute", "guarded", "say_started"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +100,7 @@ def execute(
     attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
     retries = task.budget_retries(args, kwargs)
     try:
+        say_started(request)
         value = called(attempt, body, args, kwargs)
         outcome = Outcome("returned", written_value(budget, task, request, value))
     except Retry as exc:
@@ -261,7 +271,7 @@ def _only_attempt(
     if (
         waits
         and isinstance(claimed, Closed)
-        and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id)
+        and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id, stopping)
     ):
         _tell_chord(task)
     logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
@@ -349,6 +359,23 @@ def _on_prerun(task: Any, **_: Any) -> None:
         _process.runs_tasks = True
 
 
+#: Where a request keeps what stores that its task has started.
+_START = "_budget_start"
+
+
+def say_started(request: Any) -> None:
+    """Store that a task has started, where that is tracked; it goes on where that fails."""
+    start = vars(request).pop(_START, None)
+    if start is None:
+        return
+    try:
+        start()
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        logger.warning("it could not be stored that task %s started", request.id, exc_info=True)
+
+
 def _stands_for(stored: BaseException, error: BaseException | None) -> bool:
     """Tell whether Celery stores ``stored`` for ``error``: another where that cannot be pickled."""
     if error is None or stored is error:
@@ -369,6 +396,27 @@ class AttemptBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+    def store_result(
+        self,
+        task_id: str,
+        result: Any,
+        state: str,
+        traceback: Any = None,
+        request: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Store a result; that a task has started when it has claimed.
+
+        Celery stores it before: a copy's would be stored over how the task has ended, for good.
+        """
+        store = partial(
+            self._backend.store_result, task_id, result, state, traceback, request, **kwargs
+        )
+        if state != states.STARTED or request is None or is_answered(request):
+            return store()
+        setattr(request, _START, store)
+        return result
 
     def mark_as_failure(
         self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any
@@ -406,7 +454,12 @@ class AttemptBackend:
     def mark_as_retry(
         self, task_id: str, exc: BaseException, *args: Any, request: Any = None, **kwargs: Any
     ) -> Any:
-        """Store that a task is retried, and again that it was cancelled where it was meanwhile."""
+        """Store that a task is retried, and again that it was cancelled where it was meanwhile.
+
+        Nothing of a copy's: the result is another delivery's.
+        """
+        if request is not None and is_refused(request):
+            return None
         stored = self._backend.mark_as_retry(task_id, exc, *args, request=request, **kwargs)
         attempt, budget = attempt_of(request), find_installed(self._backend.app)
         if attempt is not None and budget is not None and not attempt.in_place:

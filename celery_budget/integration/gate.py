@@ -51,8 +51,10 @@ from celery_budget.integration.context import (
 )
 from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
+from celery_budget.integration.spooling import gives_back, stopping
 from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt
+from celery_budget.spool import Patience
 from celery_budget.store import Stop
 
 if TYPE_CHECKING:
@@ -188,7 +190,14 @@ class Gate:
         if call.origin == "retry" and request.reservation_id == _unclaimed(self._budget):
             running = get_current_worker_task().request
             retries = int(running.retries or 0)
-            retried = admission.retry_unclaimed(store, settings, request, wire, retries)
+            try:
+                retried = admission.retry_unclaimed(
+                    store, settings, request, wire, retries, Patience(stopping)
+                )
+            except StoreError:
+                if not gives_back(self._budget, running):
+                    raise
+                retried = None
             answer(running, refused=retried is None)
             return retried
         if _is_step(request):

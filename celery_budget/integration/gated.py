@@ -13,7 +13,7 @@ from celery_budget.core.terms import Terms
 from celery_budget.integration import eager
 from celery_budget.integration.batch import by_itself
 from celery_budget.integration.context import attempt_of, installed_on
-from celery_budget.integration.execution import execute, guarded
+from celery_budget.integration.execution import execute, guarded, say_started
 from celery_budget.integration.retries import check_retry
 
 __all__ = ["GatedTask"]
@@ -63,6 +63,7 @@ class GatedTask(Task):
         # Celery's own would hide the request under a new one; its tracer passes it over, too.
         body = self.run if following.__func__ is Task.__call__ else following
         if not self.budget_draws(args, kwargs):
+            say_started(self.request)
             return body(*args, **kwargs)
         return execute(self, body, args, kwargs)
 

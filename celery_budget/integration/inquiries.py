@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kombu.message import Message
@@ -42,8 +43,9 @@ class TaskInquiries:
         losses, lost = self._lost(seen)
         if losses.lookup is None:
             return None
-        answer = losses.lookup(lost)
-        if answer is None:
+        answer = _called("lookup", losses.lookup, lost)
+        if answer is None or (isinstance(answer, (list, tuple, Mapping)) and not answer):
+            # No call was found: that tells of none.
             return False
         self._record(seen, answer)
         return True
@@ -52,11 +54,12 @@ class TaskInquiries:
         """Have undone what an attempt may have done.
 
         :raises LookupError: as :meth:`lookup`.
+        :raises PolicyError: where it is asynchronous.
         """
         losses, lost = self._lost(seen)
         if losses.compensate is None:
             return False
-        losses.compensate(lost)
+        _called("compensate", losses.compensate, lost)
         return True
 
     def _lost(self, seen: Inquiry) -> tuple[Losses, LostAttempt]:
@@ -131,3 +134,25 @@ class TaskInquiries:
                     for unit, amount in amounts.items()
                 },
             )
+
+
+def _called(name: str, function: Callable[[LostAttempt], Any], lost: LostAttempt) -> Any:
+    """Call a task's own function.
+
+    :raises PolicyError: for what only begins its work: nobody here would go on with it; and for a
+        ``sys.exit`` or the like, by which the thread would end that asks.
+    """
+    try:
+        answer = function(lost)
+    except Exception:
+        raise
+    except BaseException as error:
+        raise PolicyError(f"{name}= of {lost.task_name} raised {error!r}") from error
+    if inspect.isawaitable(answer) or inspect.isgenerator(answer):
+        if inspect.iscoroutine(answer) or inspect.isgenerator(answer):
+            answer.close()
+        raise PolicyError(
+            f"{name}= of {lost.task_name} returned {answer!r}, which is not run; give a plain "
+            "function"
+        )
+    return answer

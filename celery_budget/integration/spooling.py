@@ -7,21 +7,26 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery_budget import settlement
 from celery_budget.errors import BudgetError, SchemaError, StoreError
 from celery_budget.integration.context import BOOT_ID, HEADER, parse_header
-from celery_budget.spool import Ended, Entry, Lost, Usage
+from celery_budget.spool import Ended, Entry, Held, Lost, Usage
 
 if TYPE_CHECKING:
+    import uuid
+
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = [
+    "gives_back",
     "keep_lost",
     "keep_unstarted",
     "prepare",
     "replay",
+    "replay_of",
     "start_replaying",
     "stopping",
     "worker_of",
@@ -70,7 +75,7 @@ class Stopping:
 
 stopping = Stopping()
 
-#: One replay at a time in this process: who asks for one wants to see it done.
+#: One entry at a time in this process: who asks for it wants to see it told, and waits for no more.
 _replaying = threading.Lock()
 
 
@@ -81,26 +86,55 @@ def replay(budget: CeleryBudget) -> BudgetError | None:
 
     :return: why the rest is left, where the ledger could not be told.
     """
-    with _replaying:
-        return _replay(budget)
+    return _replay(budget, lambda entry: True)
 
 
-def _replay(budget: CeleryBudget) -> BudgetError | None:
-    for entry, held in budget.spool.take():
-        what = _shown(entry)
-        try:
-            settlement.replay(budget.store, budget.settings, entry)
-        except Exception as error:
-            if isinstance(error, SchemaError) or (
-                isinstance(error, StoreError) and error.retryable
-            ):
+def replay_of(budget: CeleryBudget, task_id: str, reservation_id: uuid.UUID | None) -> None:
+    """As :func:`replay`, of one task: its worker's consumer waits for this.
+
+    :param reservation_id: its request; none where that is not known.
+    :raises StoreError, SchemaError: where the ledger could not be told.
+    """
+
+    def is_its(entry: Entry) -> bool:
+        if isinstance(entry, Usage):
+            return reservation_id in (None, entry.reservation_id)
+        return entry.task_id == task_id
+
+    error = _replay(budget, is_its)
+    if error is not None:
+        raise error
+
+
+def _replay(budget: CeleryBudget, is_wanted: Callable[[Entry], bool]) -> BudgetError | None:
+    entries = budget.spool.take()
+    while True:
+        with _replaying:
+            taken = next(entries, None)
+            if taken is None:
+                return None
+            entry, held = taken
+            if not is_wanted(entry):
                 held.release()
-                return error
-            logger.exception("the ledger does not take %s of the spool; it is moved aside", what)
-            held.put_aside()
-        else:
-            held.drop()
-            logger.info("replayed %s of the spool", what)
+                continue
+            error = _tell(budget, entry, held)
+        if error is not None:
+            return error
+
+
+def _tell(budget: CeleryBudget, entry: Entry, held: Held) -> BudgetError | None:
+    what = _shown(entry)
+    try:
+        settlement.replay(budget.store, budget.settings, entry)
+    except Exception as error:
+        if isinstance(error, SchemaError) or (isinstance(error, StoreError) and error.retryable):
+            held.release()
+            return error
+        logger.exception("the ledger does not take %s of the spool; it is moved aside", what)
+        held.put_aside()
+    else:
+        held.drop()
+        logger.info("replayed %s of the spool", what)
     return None
 
 
@@ -184,6 +218,21 @@ def keep_unstarted(budget: CeleryBudget, request: Any) -> None:
     """
     retries = int(request.retries or 0)
     _keep(budget, request, getattr(request, HEADER, None), "", True, retries)
+
+
+def gives_back(budget: CeleryBudget, request: Any) -> bool:
+    """Give back a delivery that has not claimed, and could not tell the ledger of its end.
+
+    Its message is published again: what it comes to is told by the next delivery.
+
+    :param request: the task's.
+    :return: whether it was; not where the worker goes on.
+    """
+    if not stopping.is_set():
+        return False
+    logger.warning("task %s is given back, as the worker stops", request.id)
+    keep_unstarted(budget, request)
+    return True
 
 
 def _keep(

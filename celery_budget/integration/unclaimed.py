@@ -18,6 +18,7 @@ from celery import bootsteps, signals, states
 from celery._state import get_current_worker_task
 
 from celery_budget import settlement
+from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     HEADER,
     answer,
@@ -27,6 +28,8 @@ from celery_budget.integration.context import (
     parse_header,
 )
 from celery_budget.integration.outcomes import undisturbed
+from celery_budget.integration.spooling import gives_back, stopping
+from celery_budget.store import Stop
 
 __all__ = ["ConsumerStep", "may_fail", "safe"]
 
@@ -104,7 +107,7 @@ def may_fail(request: Any) -> bool:
 
     Where the ledger has not answered its claim, its request ends here, before. False where it is a
     copy of a message whose task runs elsewhere, waits for another attempt or has ended. A fault of
-    the store is waited out.
+    the store is waited out; where the worker stops meanwhile the delivery is given back.
     """
     task = get_current_worker_task()
     if is_answered(request) or task is None or task.request is not request or request.is_eager:
@@ -133,13 +136,17 @@ def _on_postrun(task: Any, state: str | None, retval: Any, **_: Any) -> None:
 
 def _end_request(task: Any, request: Any, reason: str, *, wait: bool = False) -> bool | None:
     """As :func:`_end`, of what runs by ``request``; that has its answer then."""
-    ended = safe(_end)(task.app, vars(request), reason, wait=wait)
+    ended = safe(_end)(task.app, vars(request), reason, wait=stopping if wait else None)
+    budget = find_installed(task.app)
+    if wait and ended is None and budget is not None and parse_header(vars(request).get(HEADER)):
+        # It is not known whether this is a copy: what is stored is the next delivery's to say.
+        ended = None if not gives_back(budget, request) else False
     answer(request, refused=ended is False)
     return ended
 
 
 def _end(
-    app: Any, headers: Any, reason: str, *, tell: bool = False, wait: bool = False
+    app: Any, headers: Any, reason: str, *, tell: bool = False, wait: Stop | None = None
 ) -> bool | None:
     """End the request of a delivery with these headers; false where it is a copy's.
 
@@ -151,7 +158,8 @@ def _end(
         return None
     task_id, retries = str(headers.get("id")), int(headers.get("retries") or 0)
     key = (*found, task_id, retries, reason)
-    ended = undisturbed(partial(settlement.unclaimed, tell=tell, wait=wait), budget.store, *key)
+    end = partial(settlement.unclaimed, budget.store, *key, tell=tell, wait=wait)
+    ended = undisturbed(end) if wait else undisturbed(asking.ask, end)
     what = "ended before it was started" if ended else "is not this delivery's to end"
     logger.error("task %s[%s] %s: %s", headers.get("task"), task_id, what, reason)
     return bool(ended)

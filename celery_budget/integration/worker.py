@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from functools import partial
 from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import bootsteps, signals
+from celery.utils.imports import symbol_by_name
 from celery.worker import state
 from celery.worker.request import Request
 
 from celery_budget import settlement
 from celery_budget.errors import BudgetError, StoreError
+from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     BOOT_ID,
     HEADER,
@@ -30,7 +33,7 @@ from celery_budget.integration.leases import renew_until
 from celery_budget.integration.spooling import (
     keep_lost,
     prepare,
-    replay,
+    replay_of,
     start_replaying,
     stopping,
     worker_of,
@@ -41,14 +44,6 @@ from celery_budget.integration.unclaimed import safe
 __all__ = ["BudgetRequest", "LeaseStep"]
 
 logger = logging.getLogger(__name__)
-
-#: Set when the worker is gone, its pool included.
-_stopped = threading.Event()
-
-
-@signals.worker_shutdown.connect
-def _on_shutdown(**_: Any) -> None:
-    _stopped.set()
 
 
 @signals.worker_shutting_down.connect
@@ -81,14 +76,17 @@ class LeaseStep(bootsteps.StartStopStep):
         if budget is None:
             return
         _check(budget)
-        _stopped.clear()
+        # The worker's own, since a process may have one after another; of one that is terminated
+        # no signal tells.
+        stopped = parent.blueprint.shutdown_complete
+        wait, open_here = partial(_wait, stopped), partial(_active_task_ids, stopped)
         threading.Thread(
             target=renew_until,
-            args=(budget, _stopped.wait, _active_task_ids, partial(_living, parent)),
+            args=(budget, wait, open_here, partial(_living, parent)),
             name="budget-leases",
             daemon=True,
         ).start()
-        start_replaying(budget, _stopped)
+        start_replaying(budget, stopped)
 
     def stop(self, parent: Any) -> None:
         """Go on: steps are stopped before the pool has ended its tasks, whose leases must live.
@@ -104,6 +102,8 @@ def _check(budget: CeleryBudget) -> None:
     upgrade_marked(budget.app)
     upgrade_inline(budget.app)
     for task in budget.app.tasks.values():
+        if isinstance(task, GatedTask):
+            _upgrade_request(task)
         if isinstance(task, BudgetedTask):
             signature_of(task)
     try:
@@ -112,18 +112,39 @@ def _check(budget: CeleryBudget) -> None:
         logger.warning("%s; tasks will wait for it", error)
 
 
-def _active_task_ids() -> list[str] | None:
-    """Return the ids of what this worker runs under a budget; none once it is gone.
+def _upgrade_request(task: GatedTask) -> None:
+    """Have a task's own class of requests do what the ledger's does, before its own.
 
-    The set may change while it is copied: another thread accepts and finishes tasks.
+    Celery builds the class that it uses on this one, when its consumer starts.
     """
-    while not _stopped.is_set():
+    own, cls = symbol_by_name(task.Request), type(task)
+    if not issubclass(own, BudgetRequest):
+        both: Any = type(own.__name__, (BudgetRequest, own), {"__module__": own.__module__})
+        cls.Request = both
+
+
+def _wait(stopped: threading.Event, seconds: float) -> None:
+    """Wait so long, or until the worker has stopped."""
+    if stopped.is_set():
+        time.sleep(seconds)
+    else:
+        stopped.wait(seconds)
+
+
+def _active_task_ids(stopped: threading.Event) -> list[str] | None:
+    """Return the ids of what this worker runs under a budget; none once it and they are gone.
+
+    Threads run their tasks to the end, also where Celery has stopped everything else. The set may
+    change while it is copied: another thread accepts and finishes tasks.
+    """
+    while True:
         try:
             active = list(state.active_requests)
+            break
         except RuntimeError:
             continue
-        return [str(request.id) for request in active if _is_gated(request.task, request)]
-    return None
+    task_ids = [str(request.id) for request in active if _is_gated(request.task, request)]
+    return None if stopped.is_set() and not task_ids else task_ids
 
 
 def _living(worker: Any) -> list[int]:
@@ -243,7 +264,7 @@ class BudgetRequest(Request):
         if budget is None or found is None:
             return True
         try:
-            return settlement.revoke(budget.store, *found, reason)
+            return asking.ask(settlement.revoke, budget.store, *found, reason)
         except Exception:
             logger.exception("the ledger could not be told that a task was revoked")
             return False
@@ -259,11 +280,13 @@ class BudgetRequest(Request):
             return False
         found = parse_header(header)
         retries = int(self.request_dict.get("retries") or 0)
+        reservation_id = None if found is None else found[1]
         try:
             if may_rerun:
                 # It may have ended its attempt, and waited to tell so.
-                replay(budget)
-            return settlement.worker_lost(
+                asking.ask(replay_of, budget, str(self.id), reservation_id)
+            return asking.ask(
+                settlement.worker_lost,
                 budget.store,
                 budget.settings,
                 str(self.id),
@@ -272,7 +295,7 @@ class BudgetRequest(Request):
                 tell,
                 retries=retries,
                 worker=worker_of(self),
-                reservation_id=None if found is None else found[1],
+                reservation_id=reservation_id,
             )
         except Exception:
             logger.exception("the ledger could not be told that a worker was lost")

@@ -27,7 +27,7 @@ from celery_budget.store.outbox import message_of
 from celery_budget.store.reservations import TAKING, lock
 from celery_budget.store.schema import attempts, instant, now_us, outbox, reservations
 
-__all__ = ["Inquiry", "conclude", "due", "record_total", "take"]
+__all__ = ["Inquiry", "ask_again", "conclude", "due", "record_total", "take"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,18 @@ def take(connection: Connection, root: str, seen: Inquiry, hold_us: int) -> bool
         .values(lease_until_us=now_us() + hold_us, replays=seen.tries + 1)
     )
     return bool(taken.rowcount)
+
+
+def ask_again(connection: Connection, root: str, seen: Inquiry, wait_us: int) -> None:
+    """Give back what was taken, to be asked about again in ``wait_us``.
+
+    One statement, locking the attempt. Nothing happens where another has taken it since.
+    """
+    connection.execute(
+        attempts.update()
+        .where(_mine(root, seen), attempts.c.replays == seen.tries + 1)
+        .values(lease_until_us=now_us() + wait_us)
+    )
 
 
 def record_total(

@@ -321,6 +321,11 @@ def test_of_several_processes_one_asks(funded: Ledger, tasks: Tasks) -> None:
     asks = [lambda: inquiry.run_once(funded.store, funded.settings, tasks)] * 4
     at_once(asks)
     assert len(tasks.asked) == 1
+    # However long it takes: it is nobody else's meanwhile.
+    other = Tasks(funded)
+    tasks.on_ask = lambda: inquiry.run_once(funded.store, funded.settings, other)
+    assert ask(funded, tasks) == 0
+    assert other.asked == []
     assert funded.state(request) == "running"
 
 

@@ -12,6 +12,7 @@ from celery import chain
 from celery.exceptions import TimeLimitExceeded
 
 from celery_budget.store.schema import attempts, usage
+from tests.apps import early
 from tests.cluster import WAIT, Cluster, Process, eventually
 from tests.services.postgres import PostgresServer
 
@@ -267,6 +268,30 @@ def test_a_message_that_waits_for_its_claim_is_given_back(
     cluster.settle()
     assert cluster.budget.balance("tenant:a").spent == spent
     assert cluster.counts()["settled"] == 1
+
+
+@pytest.mark.parametrize("how", ["raise", "retry for good"])
+@pytest.mark.parametrize("pool", ["prefork", "solo"])
+def test_what_ends_before_its_claim_is_given_back(
+    own_postgres: PostgresServer, away: Callable[..., Cluster], pool: str, how: str
+) -> None:
+    """It used to wait for the ledger when the worker was told to stop, too."""
+    cluster = away(imports=[early.__name__])
+    result = cluster.app.tasks["early.work"].delay(how, "a")
+    eventually(lambda: cluster.budget.reconcile().open_work.get("published"))
+    own_postgres.kill()
+    worker = cluster.worker(pool=pool)
+    eventually(lambda: worker.text().count("trying again"), lambda times: times > 3)
+    ends(worker)
+    assert kinds(cluster) == [LOST_BUT_RERUN]
+    assert result.state == "PENDING", "it may have been a copy"
+    own_postgres.restart()
+    cluster.worker(pool=pool)
+    with pytest.raises(ValueError, match=how):
+        result.get(timeout=WAIT)
+    cluster.settle()
+    assert cluster.counts()["released"] == 1
+    assert kinds(cluster) == []
 
 
 def test_a_hard_time_limit_stands(
