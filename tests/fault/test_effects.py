@@ -100,7 +100,7 @@ def test_a_worker_that_was_cut_off_keeps_its_effect(
     try:
         # Recovery passes by for as long as the transaction is open, and others get their turn.
         store, root = cluster.budget.store, cluster.budget.settings.root
-        eventually(lambda: store.read(lapses.lapsed, root, 10))
+        eventually(lambda: store.read(lapses.lapsed, root, 10, 0))
         cluster.worker(concurrency=1)
         quiet = cluster.task("quiet").delay("a")
         assert quiet.get(timeout=60) == "quiet"

@@ -37,6 +37,7 @@ def stuck(stalled_url: str, postgres_url: str, make_cluster: Callable[..., Clust
         result_backend="cache+memory://",
         budget_database_url=postgres_url,
         budget_publish_seconds=600,
+        budget_lease_seconds=600,
         broker_connection_timeout=60,
     )
     cluster.budget.set("tenant:a", limit=1000, unit="tokens")
