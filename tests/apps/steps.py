@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from celery import Task, current_app, group, shared_task
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject
 
 from celery_budget import BudgetedTask, BudgetExceeded, BudgetLine, budgeted, usage
 from tests.replies import load
@@ -22,6 +22,20 @@ TENANT = "tenant:{tenant}"
 def note(what: str) -> None:
     with open(current_app.conf["shop_journal"], "a") as file:
         file.write(what + "\n")
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.ignored")
+def ignored(tenant: str) -> None:
+    usage.record(2)
+    raise Ignore
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="steps.rejected")
+def rejected(tenant: str) -> None:
+    usage.record(2)
+    raise Reject("no", requeue=False)
 
 
 @budgeted(budget=TENANT, estimate=6)

@@ -74,7 +74,7 @@ def test_a_failure_gives_back_what_was_planned_after_it(tenant: Tenant) -> None:
 def test_so_does_a_step_that_ends_otherwise(tenant: Tenant, how: str) -> None:
     step = {
         "ignored": tenant.task("ignored").si(tenant.name),
-        "rejected": tenant.task("rejected").si(tenant.name, False),
+        "rejected": tenant.task("rejected").si(tenant.name),
     }[how]
     _, ids = plan(tenant, step, tenant.task("work").si(1, tenant.name))
     tenant.spent(2)
