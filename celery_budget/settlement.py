@@ -698,15 +698,20 @@ def worker_lost(
             only_lapsed=False,
             tell=tell,
         )
+        if state is None:
+            # Recovery has taken it meanwhile, or it has ended: what follows is no failure.
+            return may_rerun
         return state == "waiting" or (state == "asked" and again)
     if may_rerun and seen.replayable and seen.replays < settings.max_deliveries:
-        return store.run(
+        store.run(
             lapses.republish_ended,
             settings.root,
             seen,
             REPLAY_LEASES * settings.lease_us,
             only_lapsed=False,
         )
+        # Where nothing was, recovery has done so meanwhile, or it is closed and its result stored.
+        return True
     store.run(attempts.close, settings.root, seen.reservation_id, seen.attempt, seen.claim_id)
     return False
 

@@ -11,6 +11,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import Closed, Line, Parked, Reserved, ReserveRequest
 from celery_budget.recovery import Recovered
 from celery_budget.settlement import Attempt
+from celery_budget.store import lapses
 from tests.contract.support import BOOT, RETRIED, RETURNED, Ledger, message_of
 from tests.contract.test_plans import planned
 
@@ -224,3 +225,15 @@ def test_a_child_that_had_a_copy_takes_nothing_from_the_one_that_runs(
     assert funded.state(request) == "running"
     assert attempt.end(RETURNED)
     assert funded.state(request) == "settled"
+
+
+def test_what_recovery_takes_meanwhile_is_no_failure(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, _ = funded.start(10)
+    seen = funded.store.run(lapses.open_of, funded.root, request.task_id, BOOT)
+    funded.lapse(request)
+    assert funded.recover().rerun == 1
+    monkeypatch.setattr(lapses, "open_of", lambda *_: seen)
+    assert lost(funded, request, 0, may_rerun=True), "Celery stores nothing"
+    assert funded.state(request) == "waiting"
