@@ -111,6 +111,11 @@ class ReserveRequest:
     :ivar plan: of a chain that is reserved whole: the reservation of its first step.
     :ivar step: which step of it this is, the first being 0.
     :ivar prices: by which prices its estimates in money were made.
+    :ivar deadline_us: microseconds since the epoch at which all of it is to be over; none for no
+        such time.
+    :ivar shadows: what other versions of its estimator would have promised, by their versions, as
+        JSON; none for none.
+    :ivar tenant: whose share of a lane it counts to; the owner's unless given.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -134,6 +139,14 @@ class ReserveRequest:
     plan: uuid.UUID | None = None
     step: int | None = None
     prices: str | None = None
+    deadline_us: int | None = None
+    shadows: str | None = None
+    tenant: str | None = None
+
+    @property
+    def weight(self) -> int:
+        """What it weighs in a lane: its estimate for the budget named first."""
+        return self.lines[0].amount if self.lines else 0
 
     def __post_init__(self) -> None:
         names = [line.budget for line in self.lines]

@@ -480,4 +480,6 @@ def columns_of(request: ReserveRequest) -> dict[str, Any]:
         "plan_id": request.plan,
         "step": request.step,
         "prices": request.prices,
+        "deadline_us": request.deadline_us,
+        "shadows": request.shadows,
     }

@@ -171,6 +171,8 @@ def enqueue_many(
                 "state": "published" if delivered else "due",
                 "publishes": int(delivered),
                 "failures": 0,
+                "tenant": request.tenant or request.owner,
+                "weight": request.weight,
                 **columns_of(message),
                 **({} if delivered else {"timed_us": message.due_us}),
             }

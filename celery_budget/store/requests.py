@@ -133,7 +133,8 @@ _RESERVE = sa.text(
     " CAST(:budgets AS text[]), CAST(:amounts AS bigint[]), CAST(:charges AS text[]),"
     " :outbox_id, :state, CAST(:again_us AS bigint), CAST(:due_us AS bigint),"
     " CAST(:expires_us AS bigint), :queue,"
-    " :body, :envelope, :rank, :order_key, :broker, CAST(:bound AS bigint), :note, :who, :lock_ms)"
+    " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
+    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms)"
 )
 
 
@@ -169,6 +170,8 @@ def _reserve_postgresql(
             "rank": message.rank,
             "order_key": message.order_key,
             "broker": message.broker,
+            "tenant": request.tenant or request.owner,
+            "weight": request.weight,
             "bound": bound,
             "note": note,
             "who": who(),

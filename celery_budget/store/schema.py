@@ -275,6 +275,12 @@ reservations = Table(
     Column("prices", Text),
     # When it was asked, while it ran, to run no further.
     Column("cancelled_us", BigInteger),
+    # The lane it is dispatched by, where one feeds its queue.
+    Column("lane", String(255)),
+    # When all of it is to be over: waiting, attempts and retries together.
+    Column("deadline_us", BigInteger),
+    # What other versions of its estimator would have promised, by their versions, as JSON.
+    Column("shadows", Text),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -426,6 +432,10 @@ outbox = Table(
     Column("taken_by", Uuid),
     # Passed by: an unpublished message with its order key comes first. The first never is.
     Column("behind", Boolean, nullable=False, server_default=false()),
+    # The lane that releases it, where one feeds its queue; whose share it counts to, and how much.
+    Column("lane", String(255)),
+    Column("tenant", String(255)),
+    Column("weight", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint("root", "outbox_id", name="pk_budget_outbox"),
     Index("ix_budget_outbox_due", "root", "state", "due_us"),
     Index(

@@ -22,7 +22,8 @@ RELEASE = "0003"
 #: What came after it, and was empty then.
 SINCE = {
     "usage": {"details", "assumed"},
-    "reservations": {"prices", "cancelled_us"},
+    "reservations": {"prices", "cancelled_us", "lane", "deadline_us", "shadows"},
+    "outbox": {"lane", "tenant", "weight"},
     "quarantine": {"attempts", "used"},
     "attempts": {"pid", "suspected_us", "rerun", "inquires"},
 }
