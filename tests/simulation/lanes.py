@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import uuid
 from collections.abc import Callable, Iterable
@@ -29,6 +30,14 @@ class Job:
         return uuid.UUID(int=self.number)
 
 
+#: A job behind what it is sorted by.
+Place = tuple[int, int, Job]
+
+
+def _places(job: Job) -> tuple[Place, Place]:
+    return (job.weight, job.number, job), (job.at_us, job.number, job)
+
+
 @dataclass
 class Simulation:
     """A lane, and what becomes of ``jobs``.
@@ -36,7 +45,8 @@ class Simulation:
     :ivar sample: how many of the smallest and of the oldest of each tenant a tick sees.
     :ivar workers: how many jobs run at a time; what is released beyond that is queued.
     :ivar released: when each job was released, by its number, in that order.
-    :ivar on_tick: called with each decision, what it was made of, and all that waits then.
+    :ivar on_tick: called with each decision, what it was made of, and all that waits then, by its
+        id.
     """
 
     lane: Lane
@@ -46,9 +56,11 @@ class Simulation:
     weights: dict[str, int] = field(default_factory=dict)
     accounts: dict[Key, Account] = field(default_factory=dict)
     choose: Callable[[Snapshot], Decision] = choose
-    on_tick: Callable[[Snapshot, Decision, list[Job]], None] = lambda *_: None
+    on_tick: Callable[[Snapshot, Decision, dict[uuid.UUID, Job]], None] = lambda *_: None
     now_us: int = 0
     waiting: dict[uuid.UUID, Job] = field(default_factory=dict)
+    #: By tenant, what waits by weight and by age.
+    places: dict[str, tuple[list[Place], list[Place]]] = field(default_factory=dict)
     queued: list[Job] = field(default_factory=list)
     running: list[tuple[int, int, Job]] = field(default_factory=list)
     released: dict[int, int] = field(default_factory=dict)
@@ -71,7 +83,7 @@ class Simulation:
                 heapq.heappop(self.running)
             while coming and coming[0][0] <= self.now_us:
                 job = heapq.heappop(coming)[2]
-                self.waiting[job.id] = job
+                self._wait(job)
             self._start()
             while self.tick().release:
                 self._start()
@@ -87,10 +99,10 @@ class Simulation:
         decision = self.choose(snapshot)
         self.accounts.update(decision.accounts)
         for one in decision.release:
-            job = self.waiting.pop(one)
+            job = self._go(one)
             self.released[job.number] = self.now_us
             self.queued.append(job)
-        self.on_tick(snapshot, decision, list(self.waiting.values()))
+        self.on_tick(snapshot, decision, self.waiting)
         return decision
 
     def wait_of(self, job: Job) -> int:
@@ -107,21 +119,30 @@ class Simulation:
         return [job for _, _, job in self.running]
 
     def _sampled(self) -> list[Waiting]:
-        by_tenant: dict[str, list[Job]] = {}
-        for job in self.waiting.values():
-            by_tenant.setdefault(job.tenant, []).append(job)
-        chosen: dict[uuid.UUID, Job] = {}
-        for jobs in by_tenant.values():
-            for key in (
-                lambda job: (job.weight, job.number),
-                lambda job: (job.at_us, job.number),
-            ):
-                for job in heapq.nsmallest(self.sample, jobs, key=key):
-                    chosen[job.id] = job
+        chosen = {
+            job.id: job
+            for places in self.places.values()
+            for ordered in places
+            for *_, job in ordered[: self.sample]
+        }
         return [
             Waiting(job.id, job.tenant, job.weight, self.now_us - job.at_us)
             for job in chosen.values()
         ]
+
+    def _wait(self, job: Job) -> None:
+        self.waiting[job.id] = job
+        for ordered, place in zip(self._places_of(job), _places(job), strict=True):
+            bisect.insort(ordered, place)
+
+    def _go(self, number: uuid.UUID) -> Job:
+        job = self.waiting.pop(number)
+        for ordered, place in zip(self._places_of(job), _places(job), strict=True):
+            del ordered[bisect.bisect_left(ordered, place)]
+        return job
+
+    def _places_of(self, job: Job) -> tuple[list[Place], list[Place]]:
+        return self.places.setdefault(job.tenant, ([], []))
 
     def _start(self) -> None:
         while self.queued and len(self.running) < self.workers:
