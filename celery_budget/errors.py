@@ -473,8 +473,9 @@ class QueueFull(BudgetError):
         if self.reason == "heavy":
             return (
                 f"a request of {self.weight} units is more than lane {self.lane!r} lets through at "
-                f"a time, which is {self.bound}; make it smaller, or raise max_queued_units and "
-                f"max_running_units ('celery -A PROJ budget lane set {shlex.quote(self.lane)}')"
+                f"a time, which is {self.bound}; make it smaller, or raise the lane's "
+                "max_queued_units, max_running_units and max_waiting_units "
+                f"('celery -A PROJ budget lane set {shlex.quote(self.lane)}')"
             )
         return (
             f"lane {self.lane!r} is full: {self.waiting} {self.reason} wait, and "

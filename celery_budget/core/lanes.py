@@ -1,15 +1,15 @@
-"""Lanes: dispatch channels, with limits on what may wait, be queued and run, in jobs and in units."""
+"""Lanes: dispatch channels, with limits on what may wait, be queued and run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
 
-from celery_budget.core.amounts import MAX_AMOUNT, check_amount, check_limit
+from celery_budget.core.amounts import check_amount, check_limit
 from celery_budget.core.budgets import check_text
 from celery_budget.errors import InvalidLane
 
-__all__ = ["AGEING", "MAX_WAIT_US", "MOST_QUEUES", "Lane", "Load"]
+__all__ = ["AGEING", "MAX_WAIT_US", "MOST_QUEUES", "TICK_US", "Lane", "Load"]
 
 #: How many queues one lane may feed.
 MOST_QUEUES = 100
@@ -17,6 +17,9 @@ MOST_QUEUES = 100
 MAX_WAIT_US = 86_400_000_000
 #: By how many units what waits counts lighter for each second it has waited, unless its lane says.
 AGEING = 100
+
+#: How long a tick is: in each a lane releases one burst.
+TICK_US = 1_000_000
 
 _LIMITS = (
     "max_queued_jobs",
@@ -49,8 +52,8 @@ class Lane:
     :ivar max_queued_jobs: how much may be released and not started.
     :ivar max_running_jobs: how much may run. What is released may start at any time, so queued and
         running together stay within it.
-    :ivar burst_units: how many units one tick releases; what is heavier goes alone in one of its
-        own, where nothing is queued.
+    :ivar burst_units: how many units one tick of a second releases; what is heavier goes alone,
+        in a tick of its own.
     :ivar max_waiting_jobs: how much may be held back before new work is refused (``QueueFull``).
     :ivar max_wait_us: how long work may be held back once it is due, in microseconds; none for ever.
     :ivar paused: whether nothing is released until it is resumed.
@@ -98,9 +101,47 @@ class Lane:
 
     def too_heavy(self, weight: int) -> int | None:
         """Return the limit that work of this weight could never keep to; none where it may run."""
-        limits = (self.max_queued_units, self.max_running_units)
-        most = min((one for one in limits if one is not None), default=MAX_AMOUNT)
-        return most if weight > most else None
+        return _exceeded(weight, self.max_queued_units, self.max_running_units)
+
+    def refusal(self, weight: int, waiting: Load) -> tuple[str, int, int] | None:
+        """Return why new work of this weight is turned away; none where it may wait here.
+
+        The reason (``heavy``, ``jobs`` or ``units``), what waits, and the limit.
+
+        :param waiting: what the lane holds back already.
+        """
+        most = _exceeded(
+            weight, self.max_queued_units, self.max_running_units, self.max_waiting_units
+        )
+        if most is not None:
+            return "heavy", 0, most
+        if self.max_waiting_jobs is not None and waiting.jobs >= self.max_waiting_jobs:
+            return "jobs", waiting.jobs, self.max_waiting_jobs
+        most = self.max_waiting_units
+        if most is not None and waiting.units + weight > most:
+            return "units", waiting.units, most
+        return None
+
+    def full(self, queued: Load, running: Load) -> str | None:
+        """Return what keeps it from releasing anything: ``running``, ``queued``; none for nothing.
+
+        :param queued: what was released and has not started.
+        """
+        both = queued + running
+        for used, jobs, units, name in (
+            (both, self.max_running_jobs, self.max_running_units, "running"),
+            (queued, self.max_queued_jobs, self.max_queued_units, "queued"),
+        ):
+            if (jobs is not None and used.jobs >= jobs) or (
+                units is not None and used.units >= max(units, 1)
+            ):
+                return name
+        return None
+
+
+def _exceeded(weight: int, *limits: int | None) -> int | None:
+    most = min((one for one in limits if one is not None), default=weight)
+    return most if weight > most else None
 
 
 def _check_queues(name: str, queues: Any) -> None:

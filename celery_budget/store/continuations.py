@@ -182,8 +182,7 @@ def _write_next(
         request.root,
         message,
         state="blocked" if running else "due",
-        reservation_id=request.reservation_id,
-        retries=request.retries,
+        request=request,
         after_attempt=after_attempt,
     )
 
