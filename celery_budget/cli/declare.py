@@ -13,6 +13,7 @@ from rich.text import Text
 
 from celery_budget.cli.group import budget, called, installed_of, json_option, show
 from celery_budget.cli.values import RATIO, limit_of, parent_of
+from celery_budget.core.budgets import MOST_WEIGHT
 from celery_budget.core.declarations import Change
 from celery_budget.core.periods import PERIODS
 from celery_budget.integration.install import CeleryBudget
@@ -100,6 +101,12 @@ def init(ctx: click.Context, as_json: bool) -> None:
     help="Up to which part work is admitted that continues what was started.",
 )
 @click.option(
+    "--weight",
+    cls=CeleryOption,
+    type=click.IntRange(0, MOST_WEIGHT),
+    help="Its share of a lane beside that of others, 1 unless given; with 0 its work goes last.",
+)
+@click.option(
     "--reopen", cls=CeleryOption, is_flag=True, help="Let a closed budget take requests again."
 )
 @json_option
@@ -115,6 +122,7 @@ def set_(
     anchor_day: int | None,
     soft_stop: Decimal | None,
     hard_stop: Decimal | None,
+    weight: int | None,
     reopen: bool,
     as_json: bool,
 ) -> None:
@@ -139,6 +147,7 @@ def set_(
         "anchor_day": anchor_day,
         "soft_stop": soft_stop,
         "hard_stop": hard_stop,
+        "weight": weight,
     }
     terms = {term: value for term, value in given.items() if value is not None}
     if limit is not None:

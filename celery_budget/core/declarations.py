@@ -44,7 +44,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("parent", "root", "period", "timezone"), ((str,), "text in quotes")),
     "anchor_day": ((int,), "an integer"),
     **dict.fromkeys(("soft_stop", "hard_stop"), ((int, float), "a ratio such as 0.8")),
-    "stripes": ((int,), "an integer"),
+    **dict.fromkeys(("stripes", "weight"), ((int,), "an integer")),
 }
 _UNLIMITED = "none"
 
@@ -252,6 +252,7 @@ def _budget(table: _Table, units: Mapping[str, str | None]) -> Budget:
             soft_stop=hard_stop if soft_stop is None else parts_per_million(soft_stop, "soft_stop"),
             hard_stop=hard_stop,
             stripes=terms.get("stripes", Budget.stripes),
+            weight=terms.get("weight", Budget.weight),
         )
     except BudgetError as exc:
         raise InvalidBudget(f"{table.where}: {exc}") from exc
@@ -280,6 +281,7 @@ def _terms(budget: Budget) -> dict[str, _Value]:
         "soft_stop": Decimal(budget.soft_stop) / MILLION,
         "hard_stop": Decimal(budget.hard_stop) / MILLION,
         "stripes": budget.stripes,
+        "weight": budget.weight,
     }
 
 

@@ -136,6 +136,7 @@ class Ledger:
         anchor_day: int | None = None,
         soft_stop: float | Decimal | str | None = None,
         hard_stop: float | Decimal | str | None = None,
+        weight: int | None = None,
         reopen: bool = False,
     ) -> Budget:
         """Create the budget ``name`` or change it; with a ``*`` in its name, a template.
@@ -156,6 +157,8 @@ class Ledger:
         :param anchor_day: where a week (1 is Monday) or a month begins.
         :param soft_stop: up to which part of the limit new work is admitted: 0.8 or ``"0.8"``.
         :param hard_stop: up to which part work is admitted that continues what was started.
+        :param weight: its share of a lane beside that of others, 1 unless given; with 0 its work
+            goes last.
         :param reopen: let it take requests again, where it is closed or draining.
         :return: the budget as it is declared then.
         :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for terms that cannot be.
@@ -168,6 +171,7 @@ class Ledger:
             "anchor_day": anchor_day,
             "soft_stop": _stop(soft_stop, f"the soft stop of {name!r}"),
             "hard_stop": _stop(hard_stop, f"the hard stop of {name!r}"),
+            "weight": weight,
         }
         terms = {term: value for term, value in terms.items() if value is not None}
         if limit is not KEEP:
@@ -188,7 +192,7 @@ class Ledger:
         """Make the budgets what a file of ``[[budget]]`` tables says, in one transaction.
 
         Its keys are ``name, unit, limit, parent, root, period, timezone, anchor_day, soft_stop,
-        hard_stop, stripes``. The same file again changes nothing. What it names is open
+        hard_stop, stripes, weight``. The same file again changes nothing. What it names is open
         afterwards, closed as it may have been.
 
         :param text: what the file says, in TOML.

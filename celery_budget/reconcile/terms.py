@@ -32,6 +32,7 @@ def budget_as_dict(budget: Budget) -> dict[str, Any]:
         "soft_stop": budget.soft_stop / MILLION,
         "hard_stop": budget.hard_stop / MILLION,
         "stripes": budget.stripes,
+        "weight": budget.weight,
     }
 
 

@@ -155,6 +155,7 @@ def _template_facts(template: Template) -> dict[str, str | None]:
         "parent": budget.parent,
         "period": _period(budget),
         **_stops(budget, None),
+        "weight": _weight(budget),
         "made": f"{number(template.made)} budget{'' if template.made == 1 else 's'}",
     }
 
@@ -175,6 +176,7 @@ def _facts(standing: Standing) -> dict[str, str | None]:
         "period": _period(budget),
         "window": window,
         **_stops(budget, balance.limit),
+        "weight": _weight(budget),
         "new work": f"{room}{by}",
         "template": standing.template,
     }
@@ -204,6 +206,11 @@ def _stops(budget: Budget, limit: int | None) -> dict[str, str | None]:
         return ratio(stop) + ("" if limit is None else f": {number(most(limit, stop))}")
 
     return {"soft stop": told(budget.soft_stop), "hard stop": told(budget.hard_stop)}
+
+
+def _weight(budget: Budget) -> str | None:
+    """Return its share of a lane, where that is not as everybody's."""
+    return {0: "0, goes last", 1: None}.get(budget.weight, number(budget.weight))
 
 
 def _grants_table(grants: Sequence[Grant]) -> Table:

@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.dispatch import Snapshot, Waiting, choose
 from celery_budget.core.lanes import TICK_US
 from celery_budget.core.reservations import CLAIMABLE
-from celery_budget.store import untold
+from celery_budget.store import shares, untold
 from celery_budget.store.claims import EXPIRED, pass_by, predecessor
 from celery_budget.store.lanes import loads
 from celery_budget.store.outbox import let_follow
@@ -107,8 +107,10 @@ def dispatch(connection: Connection, root: str, name: str) -> int:
         for one in heads
         if one.outbox_id not in passed
     ]
-    decision = choose(Snapshot(lane, queued, running, waiting))
+    standing = shares.read(connection, root, name, {one.tenant for one in waiting})
+    decision = choose(Snapshot(lane, queued, running, waiting, standing))
     released = _release(connection, root, [*(one.outbox_id for one in started), *decision.release])
+    shares.write(connection, root, name, decision.accounts)
     if decision.release and lane.burst_units is not None:
         connection.execute(
             lanes.update()

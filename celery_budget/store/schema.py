@@ -63,6 +63,7 @@ __all__ = [
     "refusals",
     "relays",
     "reservations",
+    "shares",
     "untold",
     "usage",
 ]
@@ -156,6 +157,8 @@ budgets = Table(
     Column("anchor_day", SmallInteger, nullable=False, server_default="1"),
     Column("soft_stop", Integer, nullable=False, server_default="1000000"),
     Column("hard_stop", Integer, nullable=False, server_default="1000000"),
+    # Its share of a lane, beside that of others; 0 goes last.
+    Column("weight", Integer, nullable=False, server_default="1"),
     Column("stripes", SmallInteger, nullable=False, server_default="1"),
     # open; draining: takes nothing new and is closed when nothing is held; closed.
     Column("state", String(16), nullable=False, server_default="open"),
@@ -674,6 +677,26 @@ lanes = Table(
     Column("checked_us", BigInteger, nullable=False, server_default="0"),
     Column("asleep_reason", Text),
     PrimaryKeyConstraint("root", "name", name="pk_budget_lanes"),
+)
+
+# What has been had of a lane, in its virtual time: by tenants, by the budgets above them (which are
+# named as tenants are), and by the lane itself, whose name is empty.
+shares = Table(
+    "budget_shares",
+    metadata,
+    Column("root", String(255)),
+    Column("lane", String(255)),
+    Column("name", String(255)),
+    # The work of a budget itself, where others with work are below it.
+    Column("own", Boolean),
+    # See core.shares.
+    Column("finish", BigInteger, nullable=False),
+    Column("rest", BigInteger, nullable=False),
+    Column("floor", BigInteger, nullable=False),
+    Column("served_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "lane", "name", "own", name="pk_budget_shares"),
+    # What was not served for long is forgotten.
+    Index("ix_budget_shares_served", "root", "lane", "served_us"),
 )
 
 # The lane that feeds a queue: one of a root.

@@ -14,9 +14,9 @@ from celery_budget.core.dispatch import Decision, Snapshot
 from celery_budget.core.lanes import Lane, Load
 from tests.simulation.lanes import SECOND, Job, Simulation
 
-#: By how much the wait of a tenant may grow where two others have work all the time: the three share
-#: the lane, and room that does not fit its next job is left to theirs until that has aged.
-MULTIPLE = 4
+#: By how much the wait of a tenant may grow where two others have work all the time: the three
+#: share the lane, and room that does not fit its next job is left to theirs until that has aged.
+MULTIPLE = 4.0
 HEAVIEST = 9_500
 #: For how long a job runs, in seconds, whatever it weighs.
 RUNS = (5, 15)

@@ -45,6 +45,9 @@ def upgrade() -> None:
     op.add_column(
         "budget_outbox", sa.Column("weight", sa.BigInteger, nullable=False, server_default="0")
     )
+    op.add_column(
+        "budget_budgets", sa.Column("weight", sa.Integer, nullable=False, server_default="1")
+    )
     _create_lanes()
     if op.get_bind().dialect.name == "postgresql":
         for function in ("budget_reserve", "budget_backlog"):
@@ -87,6 +90,19 @@ def _create_lanes() -> None:
         sa.Column("counted_us", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("root", "lane", name="pk_budget_lane_tallies"),
     )
+    op.create_table(
+        "budget_shares",
+        sa.Column("root", sa.String(255)),
+        sa.Column("lane", sa.String(255)),
+        sa.Column("name", sa.String(255)),
+        sa.Column("own", sa.Boolean),
+        *(
+            sa.Column(name, sa.BigInteger, nullable=False)
+            for name in ("finish", "rest", "floor", "served_us")
+        ),
+        sa.PrimaryKeyConstraint("root", "lane", "name", "own", name="pk_budget_shares"),
+    )
+    op.create_index("ix_budget_shares_served", "budget_shares", ["root", "lane", "served_us"])
     for name, (columns, where) in INDEXES.items():
         condition: Any = sa.text(where)
         op.create_index(
@@ -113,8 +129,9 @@ def downgrade() -> None:
     op.execute("UPDATE budget_outbox SET state = 'due' WHERE state = 'held'")
     for name in INDEXES:
         op.drop_index(f"ix_budget_outbox_{name}", "budget_outbox")
-    for table in ("lane_tallies", "lane_queues", "lanes"):
+    for table in ("shares", "lane_tallies", "lane_queues", "lanes"):
         op.drop_table(f"budget_{table}")
+    op.drop_column("budget_budgets", "weight")
     for column in ("weight", "tenant", "lane"):
         op.drop_column("budget_outbox", column)
     for column in ("shadows", "deadline_us", "lane"):
