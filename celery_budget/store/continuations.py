@@ -287,6 +287,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         retries=row.retries,
         unreserved=row.unreserved,
         finishing=True,
+        tenant=outbox.tenant_of(connection, row.root, reservation_id),
         prices=row.prices,
     )
 

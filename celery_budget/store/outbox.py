@@ -46,6 +46,7 @@ __all__ = [
     "prune",
     "publishes",
     "take",
+    "tenant_of",
     "unblock",
     "wake",
 ]
@@ -348,6 +349,19 @@ def take(
         return None
     let_follow(connection, root, [row.order_key])
     return message_of(row)
+
+
+def tenant_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> str | None:
+    """Return whose share of a lane a reservation's last message counts to; none without one.
+
+    Locks nothing.
+    """
+    return connection.execute(
+        sa.select(outbox.c.tenant)
+        .where(outbox.c.root == root, outbox.c.reservation_id == reservation_id)
+        .order_by(outbox.c.retries.desc())
+        .limit(1)
+    ).scalar()
 
 
 def unpublished(connection: Connection, root: str, reservation_id: uuid.UUID) -> WireMessage | None:
