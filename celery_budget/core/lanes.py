@@ -56,7 +56,8 @@ class Lane:
     :ivar burst_units: how many units one tick of a second releases; what is heavier goes alone,
         in a tick of its own.
     :ivar max_waiting_jobs: how much may be held back before new work is refused.
-    :ivar max_wait_us: how long work may be held back once it is due, in microseconds; none for ever.
+    :ivar max_wait_us: how long work may be held back once it is due, in microseconds; none for
+        ever.
     :ivar paused: whether nothing is released until it is resumed.
     :ivar preflight: whether nothing is released while its workers do not answer.
     :ivar ageing: by how many units what waits counts lighter for each second it has waited.
