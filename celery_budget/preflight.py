@@ -1,7 +1,7 @@
 """Preflight: whether a lane's workers answer, asked while it holds work, and kept in its row.
 
-Asked in a thread of its own: a broker that hangs holds up no relay. An answer counts for half a
-minute; a lane whose workers did not answer, or were not asked for longer, is asleep.
+Asked in a thread of its own: a broker that hangs holds up no relay. An answer counts for ten
+seconds; a lane whose workers did not answer, or were not asked for longer, is asleep.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ EVERY_US = 1_000_000
 class Workers(Protocol):
     """What can be found out about who consumes a queue."""
 
-    def missing(self, broker: str, queues: tuple[str, ...]) -> str | None:
+    def missing(self, broker: str, queues: tuple[str, ...], works: bool) -> str | None:
         """Return why work for these queues would wait, in words; none where all have workers.
 
         Answers within seconds, also where the broker does not.
 
         :param broker: the broker's name.
+        :param works: whether some worker of theirs is known to live: it may be too busy to answer.
         """
 
 
@@ -54,7 +55,7 @@ class Preflight:
         name = asked.lane.name
         reason: str | None = None
         for broker in asked.brokers or ("",):
-            reason = reason or self._workers.missing(broker, asked.lane.queues)
+            reason = reason or self._workers.missing(broker, asked.lane.queues, asked.works)
         self._store.run(lanes.note_answer, self._root, name, reason is None, reason)
         if reason is not None:
             logger.info("lane %r releases nothing: %s", name, reason)

@@ -15,9 +15,10 @@ from celery_budget.cli.group import budget, called, installed_of, json_option, s
 from celery_budget.cli.values import RATIO, limit_of, parent_of
 from celery_budget.core.budgets import MOST_WEIGHT
 from celery_budget.core.declarations import Change
+from celery_budget.core.lane_files import LaneChange
 from celery_budget.core.periods import PERIODS
 from celery_budget.integration.install import CeleryBudget
-from celery_budget.reconcile import budget_as_dict, change_as_dict
+from celery_budget.reconcile import budget_as_dict, change_as_dict, lane_as_dict
 from celery_budget.render.budgets import changes_table, standing_view
 from celery_budget.render.documents import json_document
 from celery_budget.render.text import literal
@@ -172,12 +173,12 @@ def set_(
     "--prune",
     cls=CeleryOption,
     is_flag=True,
-    help="Close what the file does not name, except for what templates made.",
+    help="Close what the file does not name, except for what templates made; delete its lanes.",
 )
 @json_option
 @click.pass_context
 def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_json: bool) -> None:
-    """Make the budgets what a file says.
+    """Make the budgets and lanes what a file says.
 
     Shows the difference, then makes all of it in one transaction, or nothing (exit status 1).
     The same file again changes nothing. - reads the standard input.
@@ -217,7 +218,7 @@ def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_js
 _DONE = {"add": "added", "change": "changed", "reopen": "reopened", "close": "closed"}
 
 
-def _summary(changes: tuple[Change, ...], dry_run: bool) -> str:
+def _summary(changes: tuple[Change | LaneChange, ...], dry_run: bool) -> str:
     kinds = [change.kind for change in changes]
     counts = ", ".join(f"{kinds.count(kind)} {did}" for kind, did in _DONE.items() if kind in kinds)
     return f"would be {counts}; nothing was changed (--dry-run)" if dry_run else counts
@@ -236,7 +237,7 @@ def _summary(changes: tuple[Change, ...], dry_run: bool) -> str:
 @json_option
 @click.pass_context
 def export(ctx: click.Context, output: Any, everything: bool, as_json: bool) -> None:
-    """Write the budgets as a file for apply.
+    """Write the budgets and lanes as a file for apply.
 
     Closed budgets are left out, and so is what templates made.
 
@@ -255,7 +256,12 @@ def export(ctx: click.Context, output: Any, everything: bool, as_json: bool) -> 
                     {"root": root, **budget_as_dict(one)}
                     for root, budgets in declared.items()
                     for one in budgets
-                ]
+                ],
+                "lanes": [
+                    {"root": root, **lane_as_dict(one)}
+                    for root, lanes in installed.declared_lanes().items()
+                    for one in lanes
+                ],
             }
         )
     else:

@@ -9,7 +9,7 @@ from celery_budget.core.amounts import check_amount, check_limit
 from celery_budget.core.budgets import check_text
 from celery_budget.errors import InvalidLane
 
-__all__ = ["AGEING", "MAX_WAIT_US", "MOST_QUEUES", "TICK_US", "Lane", "Load"]
+__all__ = ["AGEING", "LIMITS", "MAX_WAIT_US", "MOST_QUEUES", "TICK_US", "Lane", "Load"]
 
 #: How many queues one lane may feed.
 MOST_QUEUES = 100
@@ -21,7 +21,8 @@ AGEING = 100
 #: How long a tick is: in each a lane releases one burst.
 TICK_US = 1_000_000
 
-_LIMITS = (
+#: The limits of a lane, in jobs or units; none for no limit.
+LIMITS = (
     "max_queued_jobs",
     "max_queued_units",
     "max_running_jobs",
@@ -54,8 +55,9 @@ class Lane:
         running together stay within it.
     :ivar burst_units: how many units one tick of a second releases; what is heavier goes alone,
         in a tick of its own.
-    :ivar max_waiting_jobs: how much may be held back before new work is refused (``QueueFull``).
-    :ivar max_wait_us: how long work may be held back once it is due, in microseconds; none for ever.
+    :ivar max_waiting_jobs: how much may be held back before new work is refused.
+    :ivar max_wait_us: how long work may be held back once it is due, in microseconds; none for
+        ever.
     :ivar paused: whether nothing is released until it is resumed.
     :ivar preflight: whether nothing is released while its workers do not answer.
     :ivar ageing: by how many units what waits counts lighter for each second it has waited.
@@ -81,7 +83,7 @@ class Lane:
         check_text(self.name, "a lane's name")
         _check_queues(self.name, self.queues)
         object.__setattr__(self, "queues", tuple(sorted(self.queues)))
-        for key in _LIMITS:
+        for key in LIMITS:
             check_limit(getattr(self, key), f"{key} of lane {self.name!r}")
         check_limit(self.max_wait_us, f"max_wait of lane {self.name!r}, in microseconds")
         check_amount(self.ageing, f"ageing of lane {self.name!r}")

@@ -54,8 +54,8 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate`` and ``fair_by``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`.
+    ``compensate`` and ``fair_by``, as class attributes or as options of
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
     a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an

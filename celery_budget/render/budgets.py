@@ -10,6 +10,7 @@ from rich.text import Text
 
 from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most
 from celery_budget.core.declarations import Change
+from celery_budget.core.lane_files import LaneChange
 from celery_budget.reconcile import Entry, Grant, Standing, Template
 from celery_budget.render.text import UNLIMITED, facts, literal, moment, number, table_of
 
@@ -230,14 +231,14 @@ def _grants_table(grants: Sequence[Grant]) -> Table:
     )
 
 
-def changes_table(changes: Sequence[Change], root: str) -> RenderableType:
+def changes_table(changes: Sequence[Change | LaneChange], root: str) -> RenderableType:
     """What becomes another, one row for each term; that of a root of its own where not ``root``."""
     rows: list[list[Text | str]] = []
     for change in changes:
         of_root = "" if change.root == root else change.root
         begin: list[Text | str] = [
             Text(change.kind, _KINDS[change.kind]),
-            literal(change.name),
+            literal(f"lane {change.name}" if isinstance(change, LaneChange) else change.name),
             literal(of_root),
         ]
         for field in change.fields or (("", "", ""),):

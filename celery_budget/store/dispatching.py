@@ -20,19 +20,16 @@ from celery_budget.core.lanes import TICK_US
 from celery_budget.core.reservations import CLAIMABLE
 from celery_budget.store import shares, untold
 from celery_budget.store.claims import EXPIRED, pass_by, predecessor
-from celery_budget.store.lanes import loads
+from celery_budget.store.lanes import FRESH_ANSWER_US, loads
 from celery_budget.store.outbox import let_follow
 from celery_budget.store.reservations import lock, release
 from celery_budget.store.schema import IS_HELD, instant, lanes, now_us, outbox, reservations
 from celery_budget.store.waiting import lane_of
 
-__all__ = ["FRESH_ANSWER_US", "WAITED", "Overdue", "dispatch", "end", "holding", "overdue"]
+__all__ = ["WAITED", "Overdue", "dispatch", "end", "holding", "overdue"]
 
 #: Why a request ends that its lane has held back for too long.
 WAITED = "wait_expired"
-
-#: For how long it counts that a lane's workers answered.
-FRESH_ANSWER_US = 30_000_000
 
 #: How many tenants one look takes, and how many of their jobs in all: half of them those that have
 #: waited longest, half the lightest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.lane_files import LaneChange, compare_lanes
 from celery_budget.core.lanes import Lane, Load
 from celery_budget.core.reservations import CLAIMABLE
 from celery_budget.errors import InvalidLane, UnknownLane
@@ -20,6 +21,7 @@ from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import (
     IS_HELD,
     IS_RELEASED,
+    attempts,
     exact_sum,
     instant,
     lane_queues,
@@ -32,8 +34,10 @@ from celery_budget.store.schema import (
 from celery_budget.store.waiting import TERMS, lane_of
 
 __all__ = [
+    "FRESH_ANSWER_US",
     "Answer",
     "LaneStanding",
+    "apply",
     "asked",
     "declare",
     "delete",
@@ -44,6 +48,10 @@ __all__ = [
     "standings",
     "take_to_ask",
 ]
+
+
+#: For how long it counts that a lane's workers answered.
+FRESH_ANSWER_US = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,43 @@ def write(connection: Connection, root: str, lane: Lane) -> None:
         insert_new(connection, lane_queues, root=root, queue=queue, lane=name)
     insert_new(connection, lane_tallies, root=root, lane=name, jobs=0, units=0, counted_us=0)
     outboxes.wake(connection, root)
+
+
+def apply(
+    connection: Connection,
+    wanted: Mapping[str, Sequence[Lane]],
+    prune: bool = False,
+    only_compare: bool = False,
+) -> tuple[LaneChange, ...]:
+    """Make the lanes of each root as they are ``wanted``; return what that changes.
+
+    All or nothing, in the caller's transaction. What is paused stays so. Locks the roots in order,
+    then the lanes' rows.
+
+    :param prune: delete what is not wanted.
+    :param only_compare: change nothing.
+    :raises InvalidLane: where a lane that is not wanted feeds a queue of one that is.
+    """
+    changes: list[LaneChange] = []
+    for root in sorted(wanted):
+        lock_root(connection, root)
+        existing = find(connection, root)
+        mine = compare_lanes(root, existing, wanted[root], prune)
+        changes += mine
+        if only_compare:
+            continue
+        changed = [one.name for one in mine if one.before is not None]
+        # A queue may go from one of them to another.
+        connection.execute(
+            lane_queues.delete().where(lane_queues.c.root == root, lane_queues.c.lane.in_(changed))
+        )
+        for change in mine:
+            if change.after is None:
+                delete(connection, root, change.name)
+            else:
+                paused = change.before is not None and change.before.paused
+                write(connection, root, replace(change.after, paused=paused))
+    return tuple(changes)
 
 
 def pause(connection: Connection, root: str, name: str, paused: bool) -> Lane:
@@ -275,10 +320,15 @@ def asked(connection: Connection, root: str, every_us: int) -> list[str]:
 
 @dataclass(frozen=True)
 class ToAsk:
-    """A lane whose workers are to be asked, and the brokers that the work it holds goes to."""
+    """A lane whose workers are to be asked.
+
+    :ivar brokers: those that the work it holds goes to.
+    :ivar works: whether anything of it runs whose lease is kept: some worker of it lives.
+    """
 
     lane: Lane
     brokers: tuple[str, ...]
+    works: bool
 
 
 #: How many of the messages that wait tell to which brokers they go.
@@ -297,7 +347,24 @@ def take_to_ask(connection: Connection, root: str, name: str) -> ToAsk | None:
         .limit(LOOKED_AT)
     )
     brokers: Collection[str] = set(connection.execute(oldest).scalars())
-    return ToAsk(lane, tuple(sorted(brokers)))
+    works = connection.execute(
+        sa.select(attempts.c.attempt)
+        .join(
+            reservations,
+            sa.and_(
+                reservations.c.root == attempts.c.root,
+                reservations.c.reservation_id == attempts.c.reservation_id,
+            ),
+        )
+        .where(
+            attempts.c.root == root,
+            attempts.c.lease_until_us > instant(),
+            attempts.c.ended_us.is_(None),
+            reservations.c.lane == name,
+        )
+        .limit(1)
+    ).first()
+    return ToAsk(lane, tuple(sorted(brokers)), works is not None)
 
 
 def note_answer(
