@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.lanes import Lane
 from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
@@ -22,6 +23,7 @@ from celery_budget.errors import (
     HoldsOpen,
     InvalidAmount,
     InvalidBudget,
+    InvalidLane,
     InvalidName,
     InvalidPeriod,
     InvalidReply,
@@ -32,6 +34,7 @@ from celery_budget.errors import (
     NotRunning,
     OutboxFull,
     PolicyError,
+    QueueFull,
     RequestConflict,
     RequestEnding,
     RequestNotRun,
@@ -40,6 +43,7 @@ from celery_budget.errors import (
     SchemaError,
     StoreError,
     UnknownBudget,
+    UnknownLane,
     UnknownPrice,
     UnknownRequest,
     UnsupportedPublication,
@@ -67,10 +71,12 @@ __all__ = [
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
+    "InvalidLane",
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
     "KeyConflict",
+    "Lane",
     "LostAttempt",
     "MissingExtra",
     "NotInstalled",
@@ -79,6 +85,7 @@ __all__ = [
     "OutboxFull",
     "Period",
     "PolicyError",
+    "QueueFull",
     "RequestConflict",
     "RequestEnding",
     "RequestNotRun",
@@ -88,6 +95,7 @@ __all__ = [
     "Share",
     "StoreError",
     "UnknownBudget",
+    "UnknownLane",
     "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",

@@ -18,6 +18,7 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Full,
     Missing,
     Parked,
     Refused,
@@ -90,7 +91,8 @@ def admit(
     :param continuation: it continues work that runs: what does not fit is parked instead of
         refused, and a fault of the store is waited out instead of raised.
     :param delivered: a worker has the message already; it is kept, not published.
-    :raises UnknownBudget, RequestConflict, OutboxFull, StoreError: nothing was changed.
+    :raises UnknownBudget, RequestConflict, OutboxFull, QueueFull, StoreError: nothing was
+        changed.
     """
     delivered_us = settings.republish_us if delivered else None
     if continuation:
@@ -111,7 +113,7 @@ def admit(
         lock_ms=settings.lock_ms,
         bound=None if delivered else settings.max_outbox,
     )
-    if isinstance(tried, (Backlogged, Unknown, Conflict, Skipped)):
+    if isinstance(tried, (Backlogged, Full, Unknown, Conflict, Skipped)):
         raise error_of(tried)
     return tried
 

@@ -21,6 +21,7 @@ __all__ = [
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
+    "InvalidLane",
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
@@ -31,6 +32,7 @@ __all__ = [
     "NotRunning",
     "OutboxFull",
     "PolicyError",
+    "QueueFull",
     "RequestConflict",
     "RequestEnding",
     "RequestNotRun",
@@ -39,6 +41,7 @@ __all__ = [
     "SchemaError",
     "StoreError",
     "UnknownBudget",
+    "UnknownLane",
     "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",
@@ -118,6 +121,28 @@ class InvalidBudget(BudgetError, ValueError):
 
     Nothing was changed.
     """
+
+
+class InvalidLane(BudgetError, ValueError):
+    """A lane's terms cannot be met, by themselves or beside another lane's. Nothing was changed."""
+
+
+class UnknownLane(BudgetError):
+    """No lane has this name. Nothing was changed.
+
+    :param lane: the name.
+    """
+
+    def __init__(self, lane: str) -> None:
+        super().__init__(lane)
+        self.lane = lane
+
+    def __str__(self) -> str:
+        named = shlex.quote(self.lane)
+        return (
+            f"no lane is called {self.lane!r}; see 'celery -A PROJ budget lane list', or make it: "
+            f"'celery -A PROJ budget lane set {named} --queue QUEUE'"
+        )
 
 
 class HoldsOpen(BudgetError):
@@ -420,6 +445,42 @@ class OutboxFull(BudgetError):
             f"{self.messages} messages wait to be published, and budget_max_outbox is "
             f"{self.bound}; see that a relay runs ('celery -A PROJ budget relay --health') and "
             "that it reaches the broker, then try again"
+        )
+
+
+class QueueFull(BudgetError):
+    """A lane takes no more: enough waits in it, or no limit of it leaves room for this request.
+
+    Nothing was reserved and nothing published.
+
+    :param lane: the lane that feeds the request's queue.
+    :param reason: ``jobs`` or ``units``: as many wait as may; ``heavy``: the request alone is more
+        than may be queued, or run, at a time.
+    :param weight: the units that the request weighs.
+    :param waiting: how many jobs, or units, waited when they were last counted.
+    :param bound: the lane's limit.
+    """
+
+    def __init__(self, lane: str, reason: str, weight: int, waiting: int, bound: int) -> None:
+        super().__init__(lane, reason, weight, waiting, bound)
+        self.lane = lane
+        self.reason = reason
+        self.weight = weight
+        self.waiting = waiting
+        self.bound = bound
+
+    def __str__(self) -> str:
+        if self.reason == "heavy":
+            return (
+                f"a request of {self.weight} units is more than lane {self.lane!r} lets through at "
+                f"a time, which is {self.bound}; make it smaller, or raise the lane's "
+                "max_queued_units, max_running_units and max_waiting_units "
+                f"('celery -A PROJ budget lane set {shlex.quote(self.lane)}')"
+            )
+        return (
+            f"lane {self.lane!r} is full: {self.waiting} {self.reason} wait, and "
+            f"max_waiting_{self.reason} is {self.bound}; try again later, or see what holds it "
+            f"back: 'celery -A PROJ budget lane show {shlex.quote(self.lane)}'"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_budget.core.amounts import check_amount
-from celery_budget.core.budgets import check_own_name
+from celery_budget.core.budgets import check_own_name, check_text
 from celery_budget.core.calls import call, wanted
 from celery_budget.core.losses import Losses
 from celery_budget.core.prices import Cost, Pricing, Unpriced
@@ -58,11 +58,13 @@ class Evaluation:
     :ivar lines: what it draws on; the first is its owner's.
     :ivar arguments: the bound arguments.
     :ivar prices: by which prices its estimates in money were made; none where none is.
+    :ivar tenant: whose share of a lane it counts to; none for its owner's.
     """
 
     lines: tuple[Line, ...]
     arguments: Mapping[str, object]
     prices: str | None = None
+    tenant: str | None = None
 
     @property
     def budget(self) -> str:
@@ -89,6 +91,8 @@ class BudgetPolicy:
     :ivar stop_at_hold: whether the task is stopped where it has used more than is reserved for it.
     :ivar retries: how long it is tried.
     :ivar losses: what becomes of its lost attempts.
+    :ivar fair_by: whose share of a lane it counts to, as a name, a template or a callable; none for
+        the budget's that is named first.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -104,6 +108,7 @@ class BudgetPolicy:
     stop_at_hold: bool = False
     retries: Retries = field(default_factory=Retries)
     losses: Losses = field(default_factory=Losses)
+    fair_by: str | ByArguments | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +125,11 @@ class BudgetPolicy:
             raise PolicyError(f"stage= is {self.stage!r}; give a name or leave it out")
         if type(self.stop_at_hold) is not bool:
             raise PolicyError(f"stop_at_hold= is {self.stop_at_hold!r}; give True or False")
+        if not (self.fair_by is None or isinstance(self.fair_by, str) or callable(self.fair_by)):
+            raise PolicyError(
+                f"fair_by= is {self.fair_by!r}; give a name, a template such as '{{tenant}}', or a "
+                "callable of the task's arguments"
+            )
 
     def _check_estimate(self) -> None:
         if not callable(self.estimate):
@@ -152,7 +162,9 @@ class BudgetPolicy:
         """
         known = set(signature.parameters)
         for line in self.lines:
-            _check_line(line, task_name, known)
+            _check_named("budget", line.budget, task_name, known)
+            _check_named("estimate", line.estimate, task_name, known)
+        _check_named("fair_by", self.fair_by, task_name, known)
 
     def evaluate(
         self,
@@ -184,11 +196,22 @@ class BudgetPolicy:
         lines: list[Line] = []
         prices: list[str | None] = []
         for line in self.lines:
-            name = _name(line, task_name, known)
+            name = _name(line.budget, "the budget's name", task_name, known, check_own_name)
             amount, price = _estimate(line, task_name, known, pricing)
             lines.append(Line(name, amount, line.charge))
             prices.append(price)
-        return Evaluation(tuple(lines), arguments, joined(prices))
+        tenant = None
+        if self.fair_by is not None:
+            tenant = _name(self.fair_by, _TENANT, task_name, known, _checked_tenant)
+        return Evaluation(tuple(lines), arguments, joined(prices), tenant)
+
+
+#: What a policy's ``fair_by`` gives, in errors.
+_TENANT = "what fair_by= gives"
+
+
+def _checked_tenant(name: object) -> str:
+    return check_text(name, _TENANT)
 
 
 def joined(prices: Iterable[str | None]) -> str | None:
@@ -214,40 +237,44 @@ class _Known(dict[str, object]):
         return value
 
 
-def _check_line(line: BudgetLine, task_name: str, known: set[str]) -> None:
-    if isinstance(line.budget, str):
-        for field_name in _fields(task_name, line.budget):
+def _check_named(what: str, value: object, task_name: str, known: set[str]) -> None:
+    """Check that the arguments exist which a template, or a callable, names."""
+    if isinstance(value, str):
+        for field_name in _fields(what, task_name, value):
             if field_name not in known:
                 raise PolicyError(
-                    f"budget {line.budget!r} of {task_name} names {field_name!r}, "
+                    f"{what} {value!r} of {task_name} names {field_name!r}, "
                     f"which is not one of its arguments ({', '.join(sorted(known)) or 'none'})"
                 )
-    for what, value in (("budget", line.budget), ("estimate", line.estimate)):
-        if callable(value):
-            missing = [name for name in wanted(value)[0] if name not in known]
-            if missing:
-                raise PolicyError(
-                    f"the {what} of {task_name} wants {', '.join(missing)}, "
-                    f"which {task_name} does not take"
-                )
+    elif callable(value):
+        missing = [name for name in wanted(value)[0] if name not in known]
+        if missing:
+            raise PolicyError(
+                f"the {what} of {task_name} wants {', '.join(missing)}, "
+                f"which {task_name} does not take"
+            )
 
 
-def _name(line: BudgetLine, task_name: str, arguments: Mapping[str, object]) -> str:
+def _name(
+    template: str | ByArguments,
+    what: str,
+    task_name: str,
+    arguments: Mapping[str, object],
+    check: Callable[[object], str],
+) -> str:
     try:
-        if isinstance(line.budget, str):
-            name: object = line.budget.format_map(arguments)
+        if isinstance(template, str):
+            name: object = template.format_map(arguments)
         else:
-            name = call(line.budget, arguments)
+            name = call(template, arguments)
     except BudgetError:
         raise
     except Exception as exc:
-        raise PolicyError(
-            f"the budget's name for {task_name} cannot be worked out: {exc!r}"
-        ) from exc
+        raise PolicyError(f"{what} for {task_name} cannot be worked out: {exc!r}") from exc
     try:
-        return check_own_name(name)
+        return check(name)
     except InvalidName as exc:
-        raise InvalidName(f"the budget of {task_name} cannot be worked out: {exc}") from exc
+        raise InvalidName(f"{what} for {task_name} cannot be worked out: {exc}") from exc
 
 
 def _estimate(
@@ -273,10 +300,10 @@ def _estimate(
     return check_amount(estimate, f"the estimate for {task_name}"), None
 
 
-def _fields(task_name: str, template: str) -> list[str]:
+def _fields(what: str, task_name: str, template: str) -> list[str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as exc:
-        raise PolicyError(f"budget {template!r} of {task_name} is no template: {exc}") from exc
+        raise PolicyError(f"{what} {template!r} of {task_name} is no template: {exc}") from exc
     # "{a.b[0]}" starts from the argument a.
     return [field.split(".")[0].split("[")[0] for _, field, _, _ in parts if field is not None]

@@ -40,6 +40,7 @@ __all__ = [
     "Ended",
     "Exceeded",
     "Extended",
+    "Full",
     "Happened",
     "Line",
     "Missing",
@@ -222,6 +223,20 @@ class Backlogged:
 
 
 @dataclass(frozen=True)
+class Full:
+    """The lane that feeds the request's queue takes it not; nothing was changed.
+
+    See :class:`~celery_budget.QueueFull`.
+    """
+
+    lane: str
+    reason: str
+    weight: int
+    waiting: int
+    bound: int
+
+
+@dataclass(frozen=True)
 class Unknown:
     """The request names a budget that does not exist, and no template stands for it."""
 
@@ -248,7 +263,7 @@ class Skipped:
 
 
 #: What comes of one of several requests that are admitted together.
-Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped
+Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Full | Skipped
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
     """Return the terms of a call of ``task_name`` that makes all of ``calls``, at least one.
 
     They draw on all the budgets that any of them names, in the order in which those are named
-    first; the owner is that of the first call. Stage, estimator and version are those of the first
-    call as well.
+    first; the owner is that of the first call. Stage, estimator, version and tenant are those of
+    the first call as well.
 
     :param arguments: what the fingerprint is of, beside the task's name.
     :raises InvalidAmount: where a sum is too large.
@@ -52,6 +52,11 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
     lines = tuple(Line(budget, amount, charge) for (budget, charge), amount in amounts.items())
     return replace(
         calls[0],
-        evaluation=Evaluation(lines, arguments, joined(call.evaluation.prices for call in calls)),
+        evaluation=Evaluation(
+            lines,
+            arguments,
+            joined(call.evaluation.prices for call in calls),
+            calls[0].evaluation.tenant,
+        ),
         fingerprint=fingerprint(task_name, arguments),
     )

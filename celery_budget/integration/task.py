@@ -53,9 +53,9 @@ class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
-    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup`` and
-    ``compensate``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`.
+    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
+    ``compensate`` and ``fair_by``, as class attributes or as options of
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
     a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
@@ -94,6 +94,7 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "lookup", None)),
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
+            _plain(inspect.getattr_static(cls, "fair_by", None)),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -147,6 +148,7 @@ def budgeted(
     on_lost: str | None = None,
     lookup: Callable[[LostAttempt], Any] | None = None,
     compensate: Callable[[LostAttempt], object] | None = None,
+    fair_by: Drawn | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -179,12 +181,16 @@ def budgeted(
         tell, and is called again until ``budget_lookup_seconds`` are over.
     :param compensate: undoes, or reports, what a lost attempt may have done that no ``lookup`` has
         confirmed. It gets the same, and is called again where it raises.
+    :param fair_by: whose share of a lane the request counts to: a name, a template over the task's
+        arguments or a callable of those it names; the name of the first budget unless given.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
     retries = Retries(max_attempts, retry_within, terminal)  # type: ignore[arg-type]
     losses = Losses(on_lost, lookup, compensate)
-    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold, retries, losses)
+    policy = BudgetPolicy(
+        budget, estimate, stage, estimate_version, stop_at_hold, retries, losses, fair_by
+    )
 
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would

@@ -5,6 +5,7 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
+from celery_budget.reconcile.lanes import LaneStanding, lane_standings
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
 from celery_budget.reconcile.reports import Drift, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
@@ -18,12 +19,18 @@ from celery_budget.reconcile.standing import (
     templates,
 )
 from celery_budget.reconcile.stories import Story, explain
-from celery_budget.reconcile.terms import balance_as_dict, budget_as_dict, change_as_dict
+from celery_budget.reconcile.terms import (
+    balance_as_dict,
+    budget_as_dict,
+    change_as_dict,
+    lane_as_dict,
+)
 
 __all__ = [
     "Drift",
     "Entry",
     "Grant",
+    "LaneStanding",
     "Quarantined",
     "Reconciliation",
     "RelaySeen",
@@ -39,6 +46,8 @@ __all__ = [
     "fold",
     "grants",
     "journal",
+    "lane_as_dict",
+    "lane_standings",
     "quarantine_is_full",
     "quarantined",
     "reconcile",

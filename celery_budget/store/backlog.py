@@ -1,4 +1,7 @@
-"""How many messages wait to be published: the bound of the outbox, looked at by admissions."""
+"""How many messages wait to be published: the bound of the outbox, looked at by admissions.
+
+Those that lanes hold back among them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def waiting(connection: Connection, root: str, bound: int) -> int:
         raise uncounted(root)
     if row.fresh:
         return int(row.messages)
-    some = sa.select(outbox.c.outbox_id).where(outbox.c.root == root, outbox.c.state == "due")
+    some = sa.select(outbox.c.outbox_id).where(
+        outbox.c.root == root, outbox.c.state.in_(("due", "held"))
+    )
     messages: int = connection.execute(
         sa.select(sa.func.count()).select_from(some.limit(bound + 1).subquery())
     ).scalar_one()

@@ -18,12 +18,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.draws import Draw, Level, decide, limits_in_force, short
+from celery_budget.core.lanes import Load
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Full,
     Refused,
     Reserved,
     ReserveRequest,
@@ -32,7 +34,7 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import backlog, budgets, declaring, levels, outbox
+from celery_budget.store import backlog, budgets, declaring, levels, outbox, waiting
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
@@ -45,7 +47,7 @@ MOST_KEYS = 2000
 #: How budgets stand, and the names of those that a template could make.
 _Standing = tuple[dict[str, Level], set[str]]
 #: Outcomes for which a batch that is all or none is none.
-TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged)
+TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged, Full)
 
 __all__ = [
     "MOST_KEYS",
@@ -92,10 +94,14 @@ def reserve_many(
     """
     outbox.lock_orders(connection, root, [message for _, message in asked if message])
     found, inserted = _insert(connection, root, asked, delivered_us)
-    waiting = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
-    full = None if bound is None or waiting < bound else Backlogged(waiting, bound)
+    many = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
+    full = None if bound is None or many < bound else Backlogged(many, bound)
+    # Nothing more is asked where no lane was ever made.
+    bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
+    queues = {message.queue for _, message in asked if message} if bounded else set()
     standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
     trial = _Trial(standing, found, {row.reservation_id for row in inserted}, full)
+    trial.fed = waiting.fed(connection, root, queues)
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
@@ -129,6 +135,7 @@ class _Trial:
 
     :ivar outcomes: by the number of the request.
     :ivar admitted: those to be written, and what they draw.
+    :ivar fed: the lanes that turn new work away, by the queues they feed.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class _Trial:
     ) -> None:
         self.outcomes: dict[int, Tried] = {}
         self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
+        self.fed: dict[str, waiting.Fed] = {}
         self._known, self._possible = standing
         self._found = found
         self._new = new
@@ -158,8 +166,9 @@ class _Trial:
         if not away:
             self.admitted.extend(taken)
             return
-        for _, draws in taken:
+        for (request, message), draws in taken:
             _take(self._known, draws, -1)
+            self._hold(request, message, -1)
         self._tell_whole(unit, taken)
         first = next(
             self.outcomes[number]
@@ -223,13 +232,33 @@ class _Trial:
             return outcome
         # The first of its key; what follows it in this batch finds it.
         self._new.remove(existing.reservation_id)
-        decided = self._full or _decide(request, self._known, self._possible)
+        decided = (
+            self._full
+            or self._full_lane(request, one[1])
+            or _decide(request, self._known, self._possible)
+        )
         if not isinstance(decided, tuple):
             self._turned[key] = decided
             return decided
         taken.append((one, decided))
         _take(self._known, decided, 1)
+        self._hold(request, one[1], 1)
         return outcome
+
+    def _full_lane(self, request: ReserveRequest, message: WireMessage | None) -> Full | None:
+        fed = None if message is None else self.fed.get(message.queue)
+        refusal = None if fed is None else fed.lane.refusal(request.weight, fed.waiting)
+        return (
+            None
+            if fed is None or not refusal
+            else Full(fed.lane.name, refusal[0], request.weight, refusal[1], refusal[2])
+        )
+
+    def _hold(self, request: ReserveRequest, message: WireMessage | None, sign: int) -> None:
+        """Count what a lane is to hold, for the decisions that follow; or take that back."""
+        fed = None if message is None else self.fed.get(message.queue)
+        if fed is not None:
+            fed.waiting += Load(sign, sign * request.weight)
 
     def check_windows(self, root: str) -> None:
         """Check that what is drawn on has its windows.
@@ -261,17 +290,23 @@ def _insert(
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     first: dict[RequestKey, ReserveRequest] = {}
     states: dict[RequestKey, str] = {}
+    queues: dict[RequestKey, str] = {}
     for request, message in asked:
         first.setdefault(key_of(request), request)
         written = "planned" if message is None else "reserved"
         states.setdefault(key_of(request), written if delivered_us is None else "published")
+        if message is not None:
+            queues.setdefault(key_of(request), message.queue)
     fixed = {
         "attempts": 0,
         "deliveries": 0,
         "unmetered": False,
         "over": False,
     }
-    rows = [{**columns_of(first[key]), "state": states[key], **fixed} for key in sorted(first)]
+    rows = [
+        {**columns_of(first[key]), "state": states[key], "fed_queue": queues.get(key), **fixed}
+        for key in sorted(first)
+    ]
     seen = (
         reservations.c.reservation_id,
         reservations.c.task_id,
@@ -280,8 +315,15 @@ def _insert(
         reservations.c.request_id,
         reservations.c.nesting,
     )
-    statement = insert(reservations).values(created_us=now_us()).on_conflict_do_nothing()
-    inserted = list(connection.execute(statement.returning(*seen), rows, execution_options=AT_ONCE))
+    lane = waiting.feeding(root, sa.bindparam("fed_queue", type_=sa.String))
+    statement = insert(reservations).values(created_us=now_us(), lane=lane)
+    inserted = list(
+        connection.execute(
+            statement.on_conflict_do_nothing().returning(*seen, waiting.has_lanes(root)),
+            rows,
+            execution_options=AT_ONCE,
+        )
+    )
     found = {(row.owner, row.request_id, row.nesting): row for row in inserted}
     missing = [request for key, request in sorted(first.items()) if key not in found]
     for page in range(0, len(missing), MOST_KEYS):

@@ -182,8 +182,7 @@ def _write_next(
         request.root,
         message,
         state="blocked" if running else "due",
-        reservation_id=request.reservation_id,
-        retries=request.retries,
+        request=request,
         after_attempt=after_attempt,
     )
 
@@ -288,6 +287,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         retries=row.retries,
         unreserved=row.unreserved,
         finishing=True,
+        tenant=outbox.tenant_of(connection, row.root, reservation_id),
         prices=row.prices,
     )
 

@@ -183,6 +183,7 @@ def _columns(budget: Budget) -> dict[str, Any]:
         "soft_stop": budget.soft_stop,
         "hard_stop": budget.hard_stop,
         "stripes": budget.stripes,
+        "weight": budget.weight,
     }
 
 

@@ -20,6 +20,7 @@ from celery_budget.core.reservations import (
     Closed,
     Conflict,
     Ended,
+    Full,
     Outcome,
     Refused,
     Released,
@@ -40,7 +41,7 @@ from celery_budget.store.schema import outbox, reservations
 __all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start"]
 
 #: Why a request does not run now.
-NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped
+NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Full | Skipped
 
 RETRIED = Outcome("retried")
 

@@ -18,6 +18,7 @@ from celery_budget.core.reservations import AlreadyReserved, Missing, Reserved, 
 from celery_budget.store import outbox
 from celery_budget.store.balances import Move, key_of, move
 from celery_budget.store.schema import lines, now_us, reservations
+from celery_budget.store.waiting import feeding
 
 __all__ = ["activate", "hand_over", "lock_rest", "release_rest", "release_unreached"]
 
@@ -55,15 +56,10 @@ def activate(
             opaque=request.opaque,
             parent_id=request.parent,
             retries=request.retries,
+            lane=feeding(request.root, message.queue),
         )
     )
-    outbox.enqueue(
-        connection,
-        request.root,
-        message,
-        reservation_id=request.reservation_id,
-        retries=request.retries,
-    )
+    outbox.enqueue(connection, request.root, message, request=request)
     return Reserved(row.reservation_id)
 
 

@@ -16,6 +16,7 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Full,
     Refused,
     Reserved,
     ReserveRequest,
@@ -23,7 +24,7 @@ from celery_budget.core.reservations import (
     Tried,
     Unknown,
 )
-from celery_budget.errors import BudgetError, OutboxFull, RequestConflict, UnknownBudget
+from celery_budget.errors import BudgetError, OutboxFull, QueueFull, RequestConflict, UnknownBudget
 from celery_budget.store import declaring, levels
 from celery_budget.store.backlog import uncounted
 from celery_budget.store.batch import (
@@ -60,7 +61,9 @@ def reserve(
     :param delivered_us: the message is with a worker already; it is not to be published, unless
         that worker has not claimed it after this time.
     :param note_refusal: count a refusal in the reports.
-    :param bound: how many messages may wait to be published; none for any number.
+    :param bound: how many messages may wait to be published; none for any number, and for work
+        that goes on, which its lane holds however much waits there.
+    :raises QueueFull: where the lane that feeds the message's queue takes no more.
     :raises OutboxFull: where more wait than that, give or take what came within two seconds.
     :raises UnknownBudget: where a budget does not exist.
     :raises RequestConflict: where the request's id is in use for another request.
@@ -76,7 +79,7 @@ def reserve(
         lock_ms=lock_ms,
         bound=bound,
     )
-    if isinstance(tried, (Backlogged, Unknown, Conflict, Skipped)):
+    if isinstance(tried, (Backlogged, Full, Unknown, Conflict, Skipped)):
         raise error_of(tried)
     return tried
 
@@ -93,7 +96,7 @@ def try_reserve(
 ) -> Tried:
     """As :func:`reserve`, with every end an outcome.
 
-    Beyond the ``bound`` it is ``Backlogged``.
+    Beyond the ``bound`` it is ``Backlogged``, beyond a lane's ``Full``.
 
     :raises Unready: as :func:`reserve`.
     """
@@ -110,17 +113,21 @@ def try_reserve(
     return tried
 
 
-def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> BudgetError:
+def error_of(outcome: Refused | Backlogged | Full | Unknown | Conflict | Skipped) -> BudgetError:
     """Return what a caller is told whose request was turned away."""
     if isinstance(outcome, Refused):
         return outcome.error()
     if isinstance(outcome, Backlogged):
         return OutboxFull(outcome.messages, outcome.bound)
+    if isinstance(outcome, Full):
+        return QueueFull(
+            outcome.lane, outcome.reason, outcome.weight, outcome.waiting, outcome.bound
+        )
     if isinstance(outcome, Unknown):
         return UnknownBudget(outcome.budget)
     if isinstance(outcome, Conflict):
         return RequestConflict(outcome.request_id, outcome.owner, outcome.task_id)
-    if isinstance(outcome.because, (Refused, Backlogged, Unknown, Conflict)):
+    if isinstance(outcome.because, (Refused, Backlogged, Full, Unknown, Conflict)):
         return error_of(outcome.because)
     raise AssertionError("what is left out is left out for another one that was turned away")
 
@@ -188,6 +195,8 @@ def _reserve_postgresql(
         raise uncounted(request.root)
     if row.outcome == "backlog":
         return Backlogged(row.requested, row.limit_amount)
+    if row.outcome == "lane":
+        return Full(row.budget, row.unit, request.weight, row.requested, row.limit_amount)
     if row.outcome == "moved":
         raise moved(names[0])
     if row.outcome == "mixed":

@@ -39,6 +39,11 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
     "NotRunning": (("effect()",), ["effect() is for a task", "none runs in this thread"]),
     "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
+    "QueueFull": (
+        ("llm", "jobs", 7, 5, 4),
+        ["lane 'llm' is full", "5 jobs wait", "max_waiting_jobs is 4", "budget lane show llm"],
+    ),
+    "UnknownLane": (("llm",), ["'llm'", "budget lane list", "lane set llm --queue"]),
     "RequestEnding": (("t-1",), ["t-1", "is being stored", "try again"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
     "RequestRuns": (("t-1", "settled"), ["t-1", "settled", "budget explain t-1"]),

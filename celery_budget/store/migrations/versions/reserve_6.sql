@@ -25,6 +25,8 @@ DECLARE
     v_existing record;
     v_inserted boolean := false;
     v_waiting bigint;
+    v_lane text;
+    v_full record;
 BEGIN
     PERFORM set_config('lock_timeout', p_lock_ms, true);
     IF p_order_key IS NOT NULL THEN
@@ -32,6 +34,8 @@ BEGIN
         PERFORM pg_advisory_xact_lock(hashtextextended(p_root || chr(1) || p_order_key, 0));
         v_now := CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint);
     END IF;
+    SELECT q.lane INTO v_lane FROM budget_lane_queues q
+     WHERE q.root = p_root AND q.queue = p_queue;
     LOOP
         v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now);
         -- Looked for after that: who filled the budget with this very request has committed.
@@ -51,13 +55,13 @@ BEGIN
                 root, reservation_id, owner, request_id, nesting, task_id, task_name, stage,
                 fingerprint, opaque, estimator, estimator_version, prices, parent_id, state,
                 retries, attempts, deliveries, unreserved, unmetered, over, created_us, charges_start,
-                deadline_us, shadows)
+                deadline_us, shadows, lane)
             VALUES (
                 p_root, p_reservation, p_owner, p_request, p_nesting, p_task_id, p_task_name,
                 p_stage, p_fingerprint, p_opaque, p_estimator, p_version, p_prices, p_parent,
                 CASE p_state WHEN 'published' THEN 'published' ELSE 'reserved' END,
                 p_retries, 0, 0, p_unreserved, false, false, v_now, 'start' = ANY (p_charges),
-                p_deadline, p_shadows)
+                p_deadline, p_shadows, v_lane)
             ON CONFLICT DO NOTHING;
             v_inserted := FOUND;
             IF NOT v_inserted THEN
@@ -85,6 +89,18 @@ BEGIN
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
                 RETURN QUERY SELECT CASE WHEN v_waiting IS NULL THEN 'uncounted' ELSE 'backlog' END,
                     NULL::uuid, NULL::text, NULL::text, NULL::text, NULL::text, v_waiting, p_bound,
+                    NULL::bigint, NULL::bigint, NULL::bigint;
+                RETURN;
+            END IF;
+        END IF;
+        -- What has a bound is new; what continues running work is held however much waits.
+        IF v_lane IS NOT NULL AND p_bound IS NOT NULL AND p_state = 'due' THEN
+            v_full := budget_lane_full(p_root, v_lane, p_weight, v_now);
+            IF v_full.reason IS NOT NULL THEN
+                DELETE FROM budget_reservations r
+                 WHERE r.root = p_root AND r.reservation_id = p_reservation;
+                RETURN QUERY SELECT 'lane', NULL::uuid, NULL::text, NULL::text, v_lane,
+                    v_full.reason, v_full.waiting, v_full.bound,
                     NULL::bigint, NULL::bigint, NULL::bigint;
                 RETURN;
             END IF;
@@ -152,14 +168,15 @@ BEGIN
     INSERT INTO budget_outbox (
         root, outbox_id, reservation_id, parent_id, task_id, task_name, retries, state, due_us,
         expires_us, publishes, failures, created_us, published_us, queue, body, envelope,
-        rank, order_key, broker, tenant, weight)
+        rank, order_key, broker, lane, tenant, weight)
     VALUES (
-        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries, p_state,
+        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries,
+        CASE WHEN p_state = 'due' AND v_lane IS NOT NULL THEN 'held' ELSE p_state END,
         CASE WHEN p_state = 'published' THEN v_now + p_again WHEN p_due = 0 THEN v_now ELSE p_due END,
         p_expires,
         CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
         CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope,
-        p_rank, p_order_key, p_broker, p_tenant, p_weight);
+        p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
     IF p_state = 'due' AND p_due <= v_now THEN
         PERFORM budget_wake(p_root);
     END IF;
