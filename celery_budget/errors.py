@@ -15,6 +15,7 @@ __all__ = [
     "BudgetExceeded",
     "ClaimLost",
     "ConfigurationError",
+    "DeadlinePassed",
     "EffectError",
     "EnlistError",
     "EstimateError",
@@ -466,7 +467,7 @@ class AttemptsSpent(BudgetError):
 
     :param task_id: the task.
     :param attempts: how often it ran.
-    :param reason: ``max_attempts`` or ``retry_within``.
+    :param reason: ``max_attempts``, ``retry_within`` or ``deadline``.
     """
 
     def __init__(self, task_id: str, attempts: int, reason: str) -> None:
@@ -477,10 +478,34 @@ class AttemptsSpent(BudgetError):
 
     def __str__(self) -> str:
         named = shlex.quote(self.task_id)
+        if self.reason == "deadline":
+            return (
+                f"task {self.task_id} is not run again after attempt {self.attempts}: its deadline "
+                f"has passed; see 'celery -A PROJ budget explain {named}'"
+            )
         return (
             f"task {self.task_id} is not run again after attempt {self.attempts}: {self.reason}= "
             f"of its task; see 'celery -A PROJ budget explain {named}', and run it again by "
             f"'celery -A PROJ budget quarantine requeue {named}'"
+        )
+
+
+class DeadlinePassed(BudgetError):
+    """The deadline of a running task has passed; see ``usage.check``.
+
+    :param reservation_id: the reservation it runs under.
+    :param deadline: when that was, in ISO 8601.
+    """
+
+    def __init__(self, reservation_id: str, deadline: str) -> None:
+        super().__init__(reservation_id, deadline)
+        self.reservation_id = reservation_id
+        self.deadline = deadline
+
+    def __str__(self) -> str:
+        return (
+            f"the deadline of reservation {self.reservation_id} was {self.deadline}: nobody waits "
+            "for it any more; stop, or give its calls a later deadline="
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_own_name
 from celery_budget.core.calls import call, wanted
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.losses import Losses
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
@@ -89,6 +90,7 @@ class BudgetPolicy:
     :ivar stop_at_hold: whether the task is stopped where it has used more than is reserved for it.
     :ivar retries: how long it is tried.
     :ivar losses: what becomes of its lost attempts.
+    :ivar deadline: when each call of it is to be over.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -104,6 +106,7 @@ class BudgetPolicy:
     stop_at_hold: bool = False
     retries: Retries = field(default_factory=Retries)
     losses: Losses = field(default_factory=Losses)
+    deadline: Deadline | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -18,6 +19,7 @@ from celery._state import (
 from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
@@ -53,9 +55,9 @@ class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
-    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup`` and
-    ``compensate``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`.
+    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
+    ``compensate`` and ``deadline``, as class attributes or as options of
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
     a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
@@ -94,6 +96,7 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "lookup", None)),
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
+            Deadline.given(getattr(cls, "deadline", None), cls.__name__),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -113,6 +116,7 @@ class BudgetedTask(GatedTask):
             policy.version,
             evaluation,
             fingerprint(self.name, evaluation.arguments),
+            policy.deadline,
         )
 
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
@@ -147,6 +151,7 @@ def budgeted(
     on_lost: str | None = None,
     lookup: Callable[[LostAttempt], Any] | None = None,
     compensate: Callable[[LostAttempt], object] | None = None,
+    deadline: float | datetime | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -179,12 +184,24 @@ def budgeted(
         tell, and is called again until ``budget_lookup_seconds`` are over.
     :param compensate: undoes, or reports, what a lost attempt may have done that no ``lookup`` has
         confirmed. It gets the same, and is called again where it raises.
+    :param deadline: when all of a request is to be over, its waiting, attempts and retries
+        together: seconds from its call, or a datetime with a time zone. The call's own
+        ``deadline=`` counts before it.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
     retries = Retries(max_attempts, retry_within, terminal)  # type: ignore[arg-type]
     losses = Losses(on_lost, lookup, compensate)
-    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold, retries, losses)
+    policy = BudgetPolicy(
+        budget,
+        estimate,
+        stage,
+        estimate_version,
+        stop_at_hold,
+        retries,
+        losses,
+        Deadline.given(deadline, "a task"),
+    )
 
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would

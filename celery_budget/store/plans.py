@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import AlreadyReserved, Missing, Reserved, ReserveRequest
-from celery_budget.store import outbox
+from celery_budget.store import deadlines, outbox
 from celery_budget.store.balances import Move, key_of, move
 from celery_budget.store.schema import lines, now_us, reservations
 
@@ -60,7 +60,7 @@ def activate(
     outbox.enqueue(
         connection,
         request.root,
-        message,
+        deadlines.bounded(message, row.deadline_us),
         reservation_id=request.reservation_id,
         retries=request.retries,
     )
