@@ -25,6 +25,9 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
          "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
+    "DeadlinePassed": (
+        ("r-1", "2030-01-01T00:00:00+00:00"), ["r-1", "2030-01-01T00:00:00", "later deadline="],
+    ),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
     "MissingExtra": (
