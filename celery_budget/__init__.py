@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.jobs import Job
 from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
@@ -38,6 +39,8 @@ from celery_budget.errors import (
     RequestNotRun,
     RequestRuns,
     ReservationExhausted,
+    ResultGone,
+    ResultNotReady,
     SchemaError,
     StoreError,
     UnknownBudget,
@@ -72,6 +75,7 @@ __all__ = [
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
+    "Job",
     "KeyConflict",
     "LostAttempt",
     "MissingExtra",
@@ -86,6 +90,8 @@ __all__ = [
     "RequestNotRun",
     "RequestRuns",
     "ReservationExhausted",
+    "ResultGone",
+    "ResultNotReady",
     "SchemaError",
     "Share",
     "StoreError",

@@ -37,6 +37,8 @@ __all__ = [
     "RequestNotRun",
     "RequestRuns",
     "ReservationExhausted",
+    "ResultGone",
+    "ResultNotReady",
     "SchemaError",
     "StoreError",
     "UnknownBudget",
@@ -171,6 +173,42 @@ class UnknownRequest(BudgetError, LookupError):
 
     def __str__(self) -> str:
         return f"no request {self.some_id!r} was admitted or parked; nothing was changed"
+
+
+class ResultNotReady(BudgetError):
+    """A job has not ended, or what it came to is still being stored.
+
+    :param task_id: its task.
+    :param state: how it stands; see ``docs/jobs.md``.
+    """
+
+    def __init__(self, task_id: str, state: str) -> None:
+        super().__init__(task_id, state)
+        self.task_id = task_id
+        self.state = state
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} is {self.state} and has no result yet; ask again later, or see "
+            f"budget.job({self.task_id!r}, owner=...)"
+        )
+
+
+class ResultGone(BudgetError, LookupError):
+    """A job has ended, and nobody has its result any more.
+
+    :param task_id: its task.
+    """
+
+    def __init__(self, task_id: str) -> None:
+        super().__init__(task_id)
+        self.task_id = task_id
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} has ended, and its result is kept no more: budget_result_seconds "
+            "are over, or the result backend has dropped it; run it again under a new request"
+        )
 
 
 class NotQuarantined(BudgetError, LookupError):

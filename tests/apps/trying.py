@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,19 @@ def hurried(self: Any, tenant: str, countdown: float) -> None:
         raise ZeroDivisionError("by zero")
     except ZeroDivisionError:
         self.retry(countdown=countdown)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="trying.watched", bind=True)
+def watched(self: Any, tenant: str, until: str) -> str:
+    """Tell of its progress, and wait."""
+    usage.record(2)
+    self.update_state(state="PROGRESS", meta={"done": 1, "of": 2})
+    note(f"watched {until}")
+    while not works(until):
+        time.sleep(0.05)
+    usage.record(1)
+    return until
 
 
 @budgeted(budget=TENANT, estimate=6)

@@ -12,7 +12,7 @@ import pytest
 from celery import chain, chord, states
 from celery.exceptions import ChordError, MaxRetriesExceededError, TaskRevokedError
 
-from celery_budget import AttemptsSpent
+from celery_budget import AttemptsSpent, ResultNotReady, UnknownRequest
 from tests.apps import trying
 from tests.cluster import Cluster, eventually
 from tests.integration.support import current
@@ -231,3 +231,36 @@ def test_a_chain_has_one_deadline_from_its_first_call(tenant: Tenant) -> None:
     assert before + 599 < deadline <= time.time() + 600
     last = datetime.fromisoformat(result.get(timeout=WAIT)).timestamp()
     assert before + 600 <= last <= deadline + 1, "not anew from the step without a budget"
+
+
+def test_a_job_is_seen_from_its_start_to_its_result(tenant: Tenant) -> None:
+    budget, name = tenant.cluster.budget, f"watch-{tenant.name}"
+    result = task(tenant, "watched").delay(tenant.name, name)
+    eventually(lambda: f"watched {name}" in tenant.cluster.journal())
+    job = budget.job(result.id, owner=tenant.budget)
+    assert (job.state, job.progress) == ("running", {"done": 1, "of": 2})
+    assert (job.usage, job.attempts, job.ended) == ({"tokens": 2}, 1, None)
+    with pytest.raises(ResultNotReady, match="is running"):
+        budget.result(result.id, owner=tenant.budget)
+    tenant.cluster.release(name)
+    tenant.story(result.id)
+    job = budget.job(result.id, owner=tenant.budget)
+    assert (job.state, job.progress, job.usage) == ("succeeded", None, {"tokens": 3})
+    assert job.has_ended
+    assert budget.result(result.id, owner=tenant.budget) == name
+    unknown = []
+    for some_id, owner in ((result.id, "tenant:other"), ("never-seen", tenant.budget)):
+        for ask in (budget.job, budget.result):
+            with pytest.raises(UnknownRequest) as raised:
+                ask(some_id, owner=owner)
+            unknown.append(str(raised.value).replace(some_id, "ID"))
+    assert len(set(unknown)) == 1, "no oracle"
+
+
+def test_a_job_that_fails_raises_what_it_raised(tenant: Tenant) -> None:
+    result = task(tenant, "hopeless").delay(tenant.name)
+    tenant.story(result.id)
+    budget = tenant.cluster.budget
+    assert budget.job(result.id, owner=tenant.budget).state == "quarantined"
+    with pytest.raises(KeyError, match="nothing"):
+        budget.result(result.id, owner=tenant.budget)

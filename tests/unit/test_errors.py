@@ -44,6 +44,8 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
     "RequestEnding": (("t-1",), ["t-1", "is being stored", "try again"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
+    "ResultGone": (("t-1",), ["t-1", "budget_result_seconds", "new request"]),
+    "ResultNotReady": (("t-1", "queued"), ["t-1", "queued", "budget.job('t-1'"]),
     "RequestRuns": (("t-1", "settled"), ["t-1", "settled", "budget explain t-1"]),
     "StoreError": (("the database failed", True), ["the database failed"]),
     "UnknownBudget": (("b",), ["'b'", "budget set b --limit"]),
