@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.jobs import Job
 from celery_budget.core.lanes import Lane
 from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
@@ -17,6 +18,7 @@ from celery_budget.errors import (
     BudgetExceeded,
     ClaimLost,
     ConfigurationError,
+    DeadlinePassed,
     EffectError,
     EnlistError,
     EstimateError,
@@ -40,6 +42,8 @@ from celery_budget.errors import (
     RequestNotRun,
     RequestRuns,
     ReservationExhausted,
+    ResultGone,
+    ResultNotReady,
     SchemaError,
     StoreError,
     UnknownBudget,
@@ -65,6 +69,7 @@ __all__ = [
     "CeleryBudget",
     "ClaimLost",
     "ConfigurationError",
+    "DeadlinePassed",
     "EffectError",
     "EnlistError",
     "EstimateError",
@@ -75,6 +80,7 @@ __all__ = [
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
+    "Job",
     "KeyConflict",
     "Lane",
     "LostAttempt",
@@ -91,6 +97,8 @@ __all__ = [
     "RequestNotRun",
     "RequestRuns",
     "ReservationExhausted",
+    "ResultGone",
+    "ResultNotReady",
     "SchemaError",
     "Share",
     "StoreError",

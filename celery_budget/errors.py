@@ -15,6 +15,7 @@ __all__ = [
     "BudgetExceeded",
     "ClaimLost",
     "ConfigurationError",
+    "DeadlinePassed",
     "EffectError",
     "EnlistError",
     "EstimateError",
@@ -38,6 +39,8 @@ __all__ = [
     "RequestNotRun",
     "RequestRuns",
     "ReservationExhausted",
+    "ResultGone",
+    "ResultNotReady",
     "SchemaError",
     "StoreError",
     "UnknownBudget",
@@ -195,6 +198,42 @@ class UnknownRequest(BudgetError, LookupError):
 
     def __str__(self) -> str:
         return f"no request {self.some_id!r} was admitted or parked; nothing was changed"
+
+
+class ResultNotReady(BudgetError):
+    """A job has not ended, or what it came to is still being stored.
+
+    :param task_id: its task.
+    :param state: how it stands; see ``docs/jobs.md``.
+    """
+
+    def __init__(self, task_id: str, state: str) -> None:
+        super().__init__(task_id, state)
+        self.task_id = task_id
+        self.state = state
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} is {self.state} and has no result yet; ask again later, or see "
+            f"budget.job({self.task_id!r}, owner=...)"
+        )
+
+
+class ResultGone(BudgetError, LookupError):
+    """A job has ended, and nobody has its result any more.
+
+    :param task_id: its task.
+    """
+
+    def __init__(self, task_id: str) -> None:
+        super().__init__(task_id)
+        self.task_id = task_id
+
+    def __str__(self) -> str:
+        return (
+            f"task {self.task_id} has ended, and its result is kept no more: budget_result_seconds "
+            "are over, or the result backend has dropped it; run it again under a new request"
+        )
 
 
 class NotQuarantined(BudgetError, LookupError):
@@ -527,7 +566,7 @@ class AttemptsSpent(BudgetError):
 
     :param task_id: the task.
     :param attempts: how often it ran.
-    :param reason: ``max_attempts`` or ``retry_within``.
+    :param reason: ``max_attempts``, ``retry_within`` or ``deadline``.
     """
 
     def __init__(self, task_id: str, attempts: int, reason: str) -> None:
@@ -538,10 +577,34 @@ class AttemptsSpent(BudgetError):
 
     def __str__(self) -> str:
         named = shlex.quote(self.task_id)
+        if self.reason == "deadline":
+            return (
+                f"task {self.task_id} is not run again after attempt {self.attempts}: its deadline "
+                f"has passed; see 'celery -A PROJ budget explain {named}'"
+            )
         return (
             f"task {self.task_id} is not run again after attempt {self.attempts}: {self.reason}= "
             f"of its task; see 'celery -A PROJ budget explain {named}', and run it again by "
             f"'celery -A PROJ budget quarantine requeue {named}'"
+        )
+
+
+class DeadlinePassed(BudgetError):
+    """The deadline of a running task has passed; see ``usage.check``.
+
+    :param reservation_id: the reservation it runs under.
+    :param deadline: when that was, in ISO 8601.
+    """
+
+    def __init__(self, reservation_id: str, deadline: str) -> None:
+        super().__init__(reservation_id, deadline)
+        self.reservation_id = reservation_id
+        self.deadline = deadline
+
+    def __str__(self) -> str:
+        return (
+            f"the deadline of reservation {self.reservation_id} was {self.deadline}: nobody waits "
+            "for it any more; stop, or give its calls a later deadline="
         )
 
 

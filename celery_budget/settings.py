@@ -71,6 +71,8 @@ class Settings:
         long again its ``compensate`` is tried.
     :ivar outcome_bytes: up to this size a return value is kept until its attempt is closed, so
         that a crash in between can be made good.
+    :ivar result_seconds: how long after its end ``budget.result`` gives what a job came to; the
+        result backend has to keep it as long.
     :ivar spool: folder for what a worker could not tell the ledger before it had to stop; a
         relative one is in the worker's working directory.
     :ivar lock_seconds: how long a statement waits for a lock before it fails as retryable.
@@ -99,6 +101,7 @@ class Settings:
     effect_retention_seconds: float = 604_800.0
     lookup_seconds: float = 3600.0
     outcome_bytes: int = 1_048_576
+    result_seconds: float = 86_400.0
     spool: str = "budget-spool"
     lock_seconds: float = 5.0
     money_unit: str = MONEY
@@ -149,6 +152,11 @@ class Settings:
     def effect_retention_us(self) -> int:
         """:attr:`effect_retention_seconds` in microseconds."""
         return int(self.effect_retention_seconds * 1_000_000)
+
+    @property
+    def result_us(self) -> int:
+        """:attr:`result_seconds` in microseconds."""
+        return int(self.result_seconds * 1_000_000)
 
     @property
     def again(self) -> Again:

@@ -16,6 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_unit
+from celery_budget.core.deadlines import moment
 from celery_budget.core.reservations import (
     AlreadyExtended,
     AlreadyRecorded,
@@ -40,6 +41,7 @@ from celery_budget.core.retries import Retries
 from celery_budget.core.usage import Used
 from celery_budget.errors import (
     BudgetError,
+    DeadlinePassed,
     EnlistError,
     InvalidAmount,
     PolicyError,
@@ -113,8 +115,8 @@ def claim(
 ) -> Attempt | Running | Closed | Missing:
     """Claim the attempt that ``delivery`` stands for, or tell why it may not run.
 
-    Where ``retries`` lets no further attempt start it is one to be replayed, as ``refused``: the
-    request has ended, and is in quarantine.
+    Where ``retries``, or its deadline, lets no further attempt start it is one to be replayed, as
+    ``refused``: the request has ended, and with ``retries`` is in quarantine.
 
     :param claim_id: the fence to claim under; a repeat with the same one finds its own claim.
     :param stop: ends waiting for the ledger, here and in all that the attempt does.
@@ -141,8 +143,16 @@ def claim(
             spool,
             delivery,
             begun=time.monotonic() - elapsed_us / 1_000_000,
+            deadline_us=claimed.deadline_us,
+            until=_until(claimed),
         )
     return claimed
+
+
+def _until(claimed: Claimed | Replay) -> float | None:
+    """Return when the deadline of what was claimed just now is, by this process's clock."""
+    left_us = claimed.left_us if isinstance(claimed, Claimed) else None
+    return None if left_us is None else time.monotonic() + left_us / 1_000_000
 
 
 def _alarm(kept: bool | None, reservation_id: uuid.UUID, settings: Settings) -> None:
@@ -185,7 +195,8 @@ def go_on(
     """End ``attempt``, which runs in place, as retried, and claim the next one.
 
     Where that does not fit, the request is settled at what it used and the refusal returned;
-    ``Released`` where it was cancelled, ``Closed`` where the attempt's fence is gone.
+    ``Released`` where it was cancelled, ``Closed`` where the attempt's fence is gone, or, with that
+    as its state, the deadline has passed.
 
     :raises StoreError: as :func:`start`.
     """
@@ -214,6 +225,8 @@ def _in_place(store: Store, settings: Settings, delivery: Delivery, claimed: Cla
         claimed.attempt,
         claimed.claim_id,
         in_place=True,
+        deadline_us=claimed.deadline_us,
+        until=_until(claimed),
     )
 
 
@@ -267,6 +280,8 @@ class Attempt:
     :ivar unfinished: what records the streams of replies that it still reads.
     :ivar within: where its own task has settled it; that may be rolled back.
     :ivar begun: when its request's first attempt started, by this process's clock.
+    :ivar deadline_us: when all of its request is to be over; none for no such time.
+    :ivar until: the same by this process's clock.
     :ivar spent: why no attempt follows it, where a retry was turned away.
     :ivar cut_short: whether its task was told an error since the worker stops.
     :ivar spooled: whether its end waits in the spool, and nothing may follow from it here.
@@ -293,6 +308,8 @@ class Attempt:
     unfinished: list[Callable[[], None]] = field(default_factory=list)
     within: Within | None = None
     begun: float = field(default_factory=time.monotonic)
+    deadline_us: int | None = None
+    until: float | None = None
     spent: str | None = None
     cut_short: bool = False
     spooled: bool = False
@@ -328,10 +345,25 @@ class Attempt:
             self.exhausted[over.unit] = ReservationExhausted(
                 over.budget, over.unit, over.used, over.reserved
             )
-        self.check()
+        self.check_hold()
         return isinstance(outcome, Recorded), outcome.units
 
+    @property
+    def seconds_left(self) -> float | None:
+        """How long it has until its deadline, 0 after it; none without one."""
+        return None if self.until is None else max(0.0, self.until - time.monotonic())
+
     def check(self) -> None:
+        """Stop an attempt whose deadline has passed, or that is to stop at its hold.
+
+        :raises DeadlinePassed: where it has.
+        :raises ReservationExhausted: where it has gone over.
+        """
+        if self.deadline_us is not None and self.seconds_left == 0:
+            raise DeadlinePassed(str(self.reservation_id), moment(self.deadline_us).isoformat())
+        self.check_hold()
+
+    def check_hold(self) -> None:
         """Stop an attempt that is to stop at its hold.
 
         :raises ReservationExhausted: where it has gone over.

@@ -11,6 +11,7 @@ from typing import Any
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_own_name, check_text
 from celery_budget.core.calls import call, wanted
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.losses import Losses
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
@@ -93,6 +94,7 @@ class BudgetPolicy:
     :ivar losses: what becomes of its lost attempts.
     :ivar fair_by: whose share of a lane it counts to, as a name, a template or a callable; none for
         the budget's that is named first.
+    :ivar deadline: when each call of it is to be over.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -109,6 +111,7 @@ class BudgetPolicy:
     retries: Retries = field(default_factory=Retries)
     losses: Losses = field(default_factory=Losses)
     fair_by: str | ByArguments | None = None
+    deadline: Deadline | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -114,6 +114,8 @@ class ReserveRequest:
     :ivar prices: by which prices its estimates in money were made.
     :ivar deadline_us: microseconds since the epoch at which all of it is to be over; none for no
         such time.
+    :ivar within_us: so long after its admission all of it is to be over, by the database's clock;
+        of the two the earlier counts.
     :ivar shadows: what other versions of its estimator would have promised, by their versions, as
         JSON; none for none.
     :ivar tenant: whose share of a lane it counts to; the owner's unless given.
@@ -141,6 +143,7 @@ class ReserveRequest:
     step: int | None = None
     prices: str | None = None
     deadline_us: int | None = None
+    within_us: int | None = None
     shadows: str | None = None
     tenant: str | None = None
 
@@ -410,11 +413,15 @@ class Claimed:
     """This delivery may run: it is ``attempt`` of the reservation, under ``claim_id``.
 
     :ivar elapsed_us: how long ago the first attempt started; 0 where nobody asked.
+    :ivar deadline_us: when all of the request is to be over; none for no such time.
+    :ivar left_us: how long it has until then.
     """
 
     attempt: int
     claim_id: uuid.UUID
     elapsed_us: int = field(default=0, compare=False)
+    deadline_us: int | None = field(default=None, compare=False)
+    left_us: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -422,12 +429,14 @@ class Replay:
     """The attempt ended before but was not closed: its outcome is to be given again.
 
     :ivar kept: of what was refused just now: whether its request is in quarantine.
+    :ivar deadline_us: as for :class:`Claimed`.
     """
 
     attempt: int
     claim_id: uuid.UUID
     stored: StoredOutcome
     kept: bool | None = field(default=None, compare=False)
+    deadline_us: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from celery_budget.errors import PolicyError
 
 __all__ = [
+    "DEADLINE",
     "ENDED",
     "FAILED",
     "MAX_ATTEMPTS",
@@ -26,8 +27,10 @@ MAX_ATTEMPTS = "max_attempts"
 RETRY_WITHIN = "retry_within"
 TERMINAL_ERROR = "terminal"
 FAILED = "failed"
+#: Why a request ends whose deadline has passed, be it before its first attempt or between two.
+DEADLINE = "deadline"
 
-ENDED = (MAX_ATTEMPTS, RETRY_WITHIN, TERMINAL_ERROR, FAILED)
+ENDED = (MAX_ATTEMPTS, RETRY_WITHIN, TERMINAL_ERROR, FAILED, DEADLINE)
 
 #: Where in the error of a request that failed its traceback begins, if that is known.
 TRACEBACK = "\nTraceback (most recent call last):\n"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from celery_budget.core.amounts import check_amount
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import Fingerprint, fingerprint
 from celery_budget.core.policies import Evaluation, joined
 from celery_budget.core.reservations import Line
@@ -19,6 +20,7 @@ class Terms:
     """A call's evaluation, and what reports know it by.
 
     :ivar fingerprint: of the task and its bound arguments.
+    :ivar deadline: when it is to be over, unless the call says so.
     """
 
     stage: str
@@ -26,6 +28,7 @@ class Terms:
     version: str
     evaluation: Evaluation
     fingerprint: Fingerprint
+    deadline: Deadline | None = None
 
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:

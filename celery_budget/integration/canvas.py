@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery.canvas import _chain, _chord, group
 from celery.result import GroupResult
 
+from celery_budget.core.deadlines import Deadline, earliest
 from celery_budget.core.identity import derived_id
 from celery_budget.errors import PolicyError
 from celery_budget.integration.batch import Batch, TurnedAway, current_batch, together
 from celery_budget.integration.chords import told_at_admission
 from celery_budget.integration.context import find_installed
+from celery_budget.integration.deadlines import UNTIL, until_us, with_until
 from celery_budget.integration.ids import (
     begins_with_budget,
     check_parts,
@@ -135,12 +137,28 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
                 "reserve= is not for a chord: nobody can tell what its body needs before its "
                 "header has ended; leave it out"
             )
+        given = replace(given, canvas=_body_told(given.canvas, given.options))
         if not _is_collected(budget, given.canvas):
             return original(given.canvas, args, kwargs, *rest, **given.options)
         with _as_one(budget, given.canvas):
             return original(given.canvas, args, kwargs, *rest, **given.options)
 
     return _wrapping(original, apply_async)
+
+
+def _body_told(canvas: Any, options: dict[str, Any]) -> Any:
+    """Return a chord whose body is told of the deadline of the whole, that of its call.
+
+    Where the result backend cannot count its members, a task without a budget publishes the body.
+    """
+    said = options.get("deadline", canvas.options.get("deadline"))
+    deadline = Deadline.given(said, "a chord") or Deadline()
+    until = earliest(until_us(deadline), options.get(UNTIL, canvas.options.get(UNTIL)))
+    if until is None:
+        return canvas
+    told = canvas.clone()
+    told.body = with_until(canvas.body, until)
+    return told
 
 
 def _frozen(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ __all__ = [
     "Envelope",
     "Record",
     "RecordingProducer",
+    "moment_us",
     "read",
     "undelayed",
     "with_header",
@@ -155,7 +156,7 @@ def written(
     if record.envelope.exchange == DELAYED_EXCHANGE:
         key = undelayed(key)
     queue = key or queue
-    eta, expires = (_moment_us(budget.app, headers.get(name)) for name in ("eta", "expires"))
+    eta, expires = (moment_us(budget.app, headers.get(name)) for name in ("eta", "expires"))
     return WireMessage(
         task_id,
         task_name,
@@ -248,7 +249,7 @@ def _binding(values: dict[str, Any]) -> Any:
     return binding(exchange=None if exchange is None else Exchange(**exchange), **values)
 
 
-def _moment_us(app: Celery, value: str | datetime | None) -> int | None:
+def moment_us(app: Celery, value: str | datetime | None) -> int | None:
     """Return a header's time in microseconds since the epoch; one without zone is the app's."""
     if not value:
         return None

@@ -22,6 +22,7 @@ from celery.result import EagerResult
 from celery.utils.nodenames import gethostname
 
 from celery_budget import settlement
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
 from celery_budget.core.reservations import (
     AlreadyReserved,
@@ -31,7 +32,8 @@ from celery_budget.core.reservations import (
     Released,
     ReserveRequest,
 )
-from celery_budget.errors import AttemptLost, PolicyError, RequestNotRun
+from celery_budget.core.retries import DEADLINE
+from celery_budget.errors import AttemptLost, AttemptsSpent, PolicyError, RequestNotRun
 from celery_budget.integration.context import (
     BOOT_ID,
     attach,
@@ -39,6 +41,7 @@ from celery_budget.integration.context import (
     current_attempt,
     installed_on,
 )
+from celery_budget.integration.deadlines import UNTIL, deadline_of
 from celery_budget.integration.effects import called
 from celery_budget.integration.leases import kept
 from celery_budget.settlement import Attempt, Delivery
@@ -227,6 +230,8 @@ def _request(
     """Return the request for a call; takes what is for us out of its options."""
     request_id = options.pop("request_id", None)
     finishing = options.pop("finishing", False)
+    asked = Deadline.given(options.pop("deadline", None), task.name) or terms.deadline
+    deadline = deadline_of(asked, _continued(budget), options.pop(UNTIL, None))
     if type(finishing) is not bool:
         raise PolicyError(f"finishing= of {task.name} is {finishing!r}; give True or False")
     owner = terms.evaluation.budget
@@ -252,7 +257,9 @@ def _request(
         opaque=terms.fingerprint.opaque,
         nesting=_nesting(task_id, options),
         retries=int(options.get("retries") or 0),
-        finishing=finishing or _continues(budget),
+        finishing=finishing or _continued(budget) is not None,
+        deadline_us=deadline.at_us,
+        within_us=deadline.within_us,
     )
 
 
@@ -268,10 +275,13 @@ def _nesting(task_id: str, options: dict[str, Any]) -> int:
     return max([*replaced_runs, int(options.get("replaced_task_nesting") or 0)])
 
 
-def _continues(budget: CeleryBudget) -> bool:
-    """Tell whether what begins now follows from a task whose work is done: a callback, a step."""
+def _continued(budget: CeleryBudget) -> Attempt | None:
+    """Return the attempt whose work is done and that what begins now follows: a callback, a step.
+
+    None where it follows none.
+    """
     attempt = current_attempt(budget.app)
-    return attempt is not None and attempt.called
+    return attempt if attempt is not None and attempt.called else None
 
 
 def _start(budget: CeleryBudget, request: ReserveRequest) -> Run | AlreadyReserved:
@@ -280,6 +290,8 @@ def _start(budget: CeleryBudget, request: ReserveRequest) -> Run | AlreadyReserv
         return Run(started, request.task_id, request.nesting)
     if isinstance(started, AlreadyReserved):
         return started
+    if isinstance(started, Closed):
+        raise RequestNotRun(request.task_id, DEADLINE)
     raise error_of(started)
 
 
@@ -294,6 +306,8 @@ def _go_on(budget: CeleryBudget, before: Run, request: ReserveRequest) -> Run:
         raise going.error()
     if isinstance(going, Released):
         raise TaskRevokedError("cancelled")
+    if isinstance(going, Closed) and going.state == DEADLINE:
+        raise AttemptsSpent(before.task_id, before.attempt.number, DEADLINE)
     if isinstance(going, Closed):
         raise AttemptLost(before.task_id)
     return Run(going, before.task_id, before.nesting)

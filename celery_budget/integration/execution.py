@@ -104,7 +104,8 @@ def execute(
         value = called(attempt, body, args, kwargs)
         outcome = Outcome("returned", written_value(budget, task, request, value))
     except Retry as exc:
-        error = written_retry(budget, task, exc.exc) if retries else None
+        told = retries or attempt.deadline_us is not None
+        error = written_retry(budget, task, exc.exc) if told else None
         _end(attempt, Outcome("retried", error))
         if attempt.cancelled:
             # Celery would store RETRY, over what is told here.
@@ -175,11 +176,11 @@ def _tell_result(budget: CeleryBudget, task_id: str) -> None:
     telling.tell_task(budget.store, budget.settings.root, ended, task_id)
 
 
-def _tell_chord(task: Any) -> None:
-    """Tell the chord of a cancelled task, if it is in one, as Celery does of one it revokes."""
+def _tell_chord(task: Any, why: str = "cancelled") -> None:
+    """Tell the chord of a task that does not run, if it is in one, as Celery of one it revokes."""
     request = task.request
     if request.chord:
-        error = TaskRevokedError("cancelled")
+        error = TaskRevokedError(why)
         task.backend.on_chord_part_return(request, states.REVOKED, error)
 
 
@@ -260,8 +261,8 @@ def _only_attempt(
 ) -> settlement.Attempt:
     """Return the attempt that was claimed.
 
-    :raises Ignore: where there is none. The chord of one that was cancelled is told here: nobody
-        else has its message.
+    :raises Ignore: where there is none. The chord of one that was cancelled, or came after its
+        deadline, is told here: nobody else has its message.
     """
     answer(task.request)
     if isinstance(claimed, settlement.Attempt):
@@ -273,7 +274,7 @@ def _only_attempt(
         and isinstance(claimed, Closed)
         and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id, stopping)
     ):
-        _tell_chord(task)
+        _tell_chord(task, "cancelled, or past its deadline")
     logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
     raise Ignore(f"the request {why}")
 

@@ -20,6 +20,7 @@ from celery._state import get_current_worker_task
 
 from celery_budget import admission
 from celery_budget.admission import Publication
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -49,6 +50,7 @@ from celery_budget.integration.context import (
     is_answered,
     parse_header,
 )
+from celery_budget.integration.deadlines import UNTIL, deadline_of, passed_on
 from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.spooling import gives_back, stopping
@@ -107,6 +109,7 @@ class Gate:
             )
         task_id = checked_id("a task id", _task_id(message))
         request_id, owner = task_id, terms.evaluation.budget
+        deadline = call.deadline(terms)
         if call.ours.request_id is not None:
             request_id = checked_id("request_id", call.ours.request_id)
             _check_stands_for(request_id, owner, task_id)
@@ -129,6 +132,8 @@ class Gate:
             parent=self._parent(call),
             retries=int(message.headers.get("retries") or 0),
             finishing=call.ours.finishing or call.origin != "new",
+            deadline_us=deadline.at_us,
+            within_us=deadline.within_us,
         )
         delivered = delivered_now()
         if delivered is not None and delivered.task_id == task_id:
@@ -161,6 +166,7 @@ class Gate:
         """
         args, kwargs, embed = call.message.body
         embed = fix_link_ids(embed, request.reservation_id)
+        embed = passed_on(embed, Deadline(request.within_us, request.deadline_us))
         steps: list[ReserveRequest] = []
         if call.ours.reserve is not None and call.origin == "new":
             steps, embed = plan(self._budget.app, request, embed)
@@ -234,6 +240,10 @@ class Gate:
         As Celery does, but for what follows a budgeted attempt, where a replay must find it again,
         what is published in a batch and what has an order: those go through the outbox.
         """
+        if isinstance(call.message.body, tuple):
+            args, kwargs, embed = call.message.body
+            told = args, kwargs, passed_on(embed, call.deadline(None))
+            call = replace(call, message=call.message._replace(body=told))
         batch, attempt = current_batch(self._budget), call.attempt
         follows = attempt is not None and call.origin == "continuation"
         if batch is None and not follows and call.ours.order_key is None:
@@ -246,7 +256,7 @@ class Gate:
 
 
 #: The options that callers give.
-GIVEN = ("request_id", "finishing", "order_key", "reserve", "partial")
+GIVEN = ("request_id", "finishing", "order_key", "reserve", "partial", "deadline")
 
 
 @dataclass(frozen=True)
@@ -254,6 +264,7 @@ class _Ours:
     """The options of a publication that are for us; Celery would make properties of them.
 
     :ivar planned: the reservation of a chain's step that was reserved with the whole chain.
+    :ivar until_us: until when what it is part of is to be over, as its signature was told.
     :ivar canvas: the id of the canvas whose request id the task's id derives from.
     :ivar made_of: what that canvas is made of.
     """
@@ -263,7 +274,9 @@ class _Ours:
     order_key: Any = None
     reserve: Any = None
     partial: Any = False
+    deadline: Any = None
     planned: Any = None
+    until_us: int | None = None
     canvas: Any = None
     made_of: Any = None
 
@@ -273,8 +286,8 @@ class _Ours:
         flags = ("finishing", "partial")
         named = {name: options.pop(name, False if name in flags else None) for name in GIVEN}
         canvas, made_of = options.pop(CANVAS, None) or (None, None)
-        planned = options.pop(PLANNED, None)
-        return cls(**named, planned=planned, canvas=canvas, made_of=made_of)
+        planned, until_us = options.pop(PLANNED, None), options.pop(UNTIL, None)
+        return cls(**named, planned=planned, until_us=until_us, canvas=canvas, made_of=made_of)
 
     def check(self, name: str) -> None:
         """Check what was given.
@@ -312,6 +325,20 @@ class _Call:
     ours: _Ours
     origin: str
     attempt: Attempt | None
+
+    def deadline(self, terms: Terms | None) -> Deadline:
+        """Return when it is to be over: by its call, its task's policy, and what it is part of.
+
+        That of a retry is its request's.
+        """
+        if self.origin == "retry":
+            at_us = None if self.attempt is None else self.attempt.deadline_us
+            return Deadline(at_us=at_us)
+        own = Deadline.given(self.ours.deadline, self.name)
+        if own is None and terms is not None:
+            own = terms.deadline
+        follows = self.attempt if self.origin == "continuation" else None
+        return deadline_of(own, follows, self.ours.until_us)
 
 
 class _Sink:

@@ -12,9 +12,10 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
 from celery_budget import settlement, telling
+from celery_budget.core.jobs import Job
 from celery_budget.core.reservations import Cancelling, Closed, Missing
 from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
-from celery_budget.integration import canvas, eager_canvas
+from celery_budget.integration import canvas, eager_canvas, jobs
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
 from celery_budget.integration.capture import last_of_chord
@@ -119,6 +120,31 @@ class CeleryBudget(Ledger):
         )
         said = [reply.get("ok") for one in replies or () for reply in one.values()]
         return any(task_id in str(ok) for ok in said)
+
+    def job(self, task_id: str, *, owner: str) -> Job:
+        """Return how a job stands: its state, what it has used, its times, its progress.
+
+        A few reads of the ledger, however often it was retried, and one of the result backend while
+        it runs. Of a task that has replaced itself, what it has become.
+
+        :param owner: whose it is: the budget that it names first.
+        :raises UnknownRequest: where nothing is known of it, or it is another owner's.
+        """
+        return jobs.find(self, task_id, owner)
+
+    def result(self, task_id: str, *, owner: str) -> Any:
+        """Return what a job's task has returned, or raise what it has raised.
+
+        For ``budget_result_seconds`` from its end.
+
+        :param owner: as for :meth:`job`.
+        :raises UnknownRequest: as by :meth:`job`.
+        :raises ResultNotReady: where it has not ended, or its result is still being stored.
+        :raises ResultGone: where that time is over, or nobody has the result any more.
+        :raises TaskRevokedError: where it was cancelled, or its time was over, as by Celery.
+        :raises Exception: what the task has raised; as the result backend does, where it fails.
+        """
+        return jobs.result(self, task_id, owner)
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

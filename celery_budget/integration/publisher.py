@@ -15,12 +15,14 @@ from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
+from celery_budget.core.deadlines import moment
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
 from celery_budget.integration.capture import (
     DELAY_BITS,
     DELAYED_EXCHANGE,
     Envelope,
+    moment_us,
     read,
     undelayed,
 )
@@ -165,7 +167,7 @@ class _Link:
             message.body,
             content_type=envelope.content_type,
             content_encoding=envelope.content_encoding,
-            headers=_headers(message, envelope),
+            headers=_headers(self._app, message, envelope),
             priority=envelope.priority,
             exchange=envelope.exchange,
             routing_key=_without_delay(envelope),
@@ -302,11 +304,18 @@ class _Link:
                 connection.collect(PROBE_SECONDS)
 
 
-def _headers(message: WireMessage, envelope: Envelope) -> dict[str, Any]:
-    """Return the headers; without ``expires`` where that does not count any more."""
-    if message.expires_us is None and envelope.headers.get("expires"):
-        return {**envelope.headers, "expires": None}
-    return envelope.headers
+def _headers(app: Celery, message: WireMessage, envelope: Envelope) -> dict[str, Any]:
+    """Return the headers, with the ``expires`` that counts now.
+
+    None where none does any more, and the request's deadline where that is earlier: a worker drops
+    what it finds expired before it has claimed.
+    """
+    stored_us = moment_us(app, envelope.headers.get("expires"))
+    if message.expires_us is None:
+        return envelope.headers if stored_us is None else {**envelope.headers, "expires": None}
+    if stored_us is not None and stored_us <= message.expires_us:
+        return envelope.headers
+    return {**envelope.headers, "expires": moment(message.expires_us).isoformat()}
 
 
 def _expiration(message: WireMessage, envelope: Envelope, stored: str | None) -> float | None:

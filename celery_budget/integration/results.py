@@ -9,6 +9,7 @@ from celery import Celery, states
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
 
+from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import AttemptLost, BudgetError, RequestNotRun
 
 __all__ = ["BackendResults", "is_redis"]
@@ -57,7 +58,7 @@ class BackendResults:
         if isinstance(self._app.backend, RPCBackend):
             logger.warning("task %s ended: %s; rpc:// cannot store that", task_id, reason)
             return
-        if reason in ("cancelled", "expired", "revoked"):
+        if reason in ("cancelled", "expired", "revoked", DEADLINE):
             self._app.backend.mark_as_revoked(task_id, reason=reason)
         elif reason == "lost":
             self.failed(task_id, AttemptLost(task_id))

@@ -12,7 +12,7 @@ from celery.utils.serialization import raise_with_context
 from celery.utils.time import maybe_make_aware
 from kombu.utils.json import loads
 
-from celery_budget.core.retries import FAILED, TERMINAL_ERROR, Keep, Retries
+from celery_budget.core.retries import DEADLINE, FAILED, TERMINAL_ERROR, Keep, Retries
 from celery_budget.errors import AttemptsSpent
 from celery_budget.integration.context import attempt_of
 from celery_budget.integration.outcomes import traced
@@ -30,7 +30,7 @@ TOLD = "budget_told"
 
 
 def check_retry(task: Any, exc: Any, eta: Any, countdown: Any) -> None:
-    """Raise what a task would be retried for, where its policy lets no attempt follow.
+    """Raise what a task would be retried for, where its policy, or deadline, lets none follow.
 
     As Celery does beyond ``max_retries``: ``exc``, else the error that is being handled, else
     ``task.MaxRetriesExceededError``.
@@ -43,9 +43,12 @@ def check_retry(task: Any, exc: Any, eta: Any, countdown: Any) -> None:
     handled = sys.exc_info()[1]
     if retries.is_terminal(exc, handled):
         attempt.spent = TERMINAL_ERROR
-    elif retries:
-        elapsed = time.monotonic() - attempt.begun + _wait_seconds(task, eta, countdown)
+    else:
+        starts = time.monotonic() + _wait_seconds(task, eta, countdown)
+        elapsed = starts - attempt.begun
         attempt.spent = retries.spent(attempt.number, int(elapsed * 1_000_000))
+        if attempt.until is not None and starts >= attempt.until:
+            attempt.spent = attempt.spent or DEADLINE
     if attempt.spent is None:
         return
     logger.error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -18,6 +19,7 @@ from celery._state import (
 from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
+from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
@@ -54,7 +56,7 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate`` and ``fair_by``, as class attributes or as options of
+    ``compensate``, ``fair_by`` and ``deadline``, as class attributes or as options of
     ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
@@ -95,6 +97,7 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
             _plain(inspect.getattr_static(cls, "fair_by", None)),
+            Deadline.given(getattr(cls, "deadline", None), cls.__name__),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -114,6 +117,7 @@ class BudgetedTask(GatedTask):
             policy.version,
             evaluation,
             fingerprint(self.name, evaluation.arguments),
+            policy.deadline,
         )
 
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
@@ -149,6 +153,7 @@ def budgeted(
     lookup: Callable[[LostAttempt], Any] | None = None,
     compensate: Callable[[LostAttempt], object] | None = None,
     fair_by: Drawn | None = None,
+    deadline: float | datetime | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -183,13 +188,24 @@ def budgeted(
         confirmed. It gets the same, and is called again where it raises.
     :param fair_by: whose share of a lane the request counts to: a name, a template over the task's
         arguments or a callable of those it names; the name of the first budget unless given.
+    :param deadline: when all of a request is to be over, its waiting, attempts and retries
+        together: seconds from its call, or a datetime with a time zone. The call's own
+        ``deadline=`` counts before it.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
     retries = Retries(max_attempts, retry_within, terminal)  # type: ignore[arg-type]
     losses = Losses(on_lost, lookup, compensate)
     policy = BudgetPolicy(
-        budget, estimate, stage, estimate_version, stop_at_hold, retries, losses, fair_by
+        budget,
+        estimate,
+        stage,
+        estimate_version,
+        stop_at_hold,
+        retries,
+        losses,
+        fair_by,
+        Deadline.given(deadline, "a task"),
     )
 
     def decorate(target: Any) -> Any:

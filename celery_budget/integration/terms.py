@@ -7,6 +7,7 @@ from typing import Any
 
 from celery import Celery
 
+from celery_budget.core.deadlines import Deadline, earliest
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import ReserveRequest
 from celery_budget.core.terms import Terms
@@ -81,6 +82,11 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
             f"step {number + 1} of the chain, {name}, has no budget, and what follows it could not "
             "be given back where it fails: leave reserve='chain' out to admit it step by step"
         )
+    own = Deadline.given(options.get("deadline"), name) or terms.deadline or Deadline()
+    # All steps are admitted at once: by one clock, and none of them beyond the first.
+    deadline = Deadline(
+        earliest(own.within_us, head.within_us), earliest(own.at_us, head.deadline_us)
+    )
     return ReserveRequest(
         reservation_id=new_id(),
         root=head.root,
@@ -97,6 +103,8 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
         tenant=terms.evaluation.tenant,
         opaque=terms.fingerprint.opaque,
         finishing=head.finishing,
+        deadline_us=deadline.at_us,
+        within_us=deadline.within_us,
         plan=head.reservation_id,
         step=number,
     )

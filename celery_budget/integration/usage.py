@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import Any, TypeVar, overload
 
 from celery_budget import metering
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_unit
+from celery_budget.core.deadlines import moment
 from celery_budget.core.reservations import Closed, Extended, Refused
 from celery_budget.core.usage import Used
 from celery_budget.errors import ClaimLost, InvalidAmount, PolicyError
@@ -17,7 +19,17 @@ from celery_budget.integration.effects import step_key
 from celery_budget.integration.replies import record_reply
 from celery_budget.integration.streams import Either, Reading, pass_on, pass_on_async
 
-__all__ = ["cancelled", "check", "extend", "idempotency_key", "record", "remaining", "stream"]
+__all__ = [
+    "cancelled",
+    "check",
+    "deadline",
+    "extend",
+    "idempotency_key",
+    "record",
+    "remaining",
+    "seconds_left",
+    "stream",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -181,10 +193,33 @@ def cancelled() -> bool:
     return attempt is not None and attempt.is_cancelled()
 
 
-def check() -> None:
-    """Stop here if the task has ``stop_at_hold`` and has used more than is reserved for it.
+def deadline() -> datetime | None:
+    """Return when all of the request that this thread runs is to be over, in UTC.
 
-    :raises ReservationExhausted: then.
+    None where it has no deadline, and where no budgeted task runs.
+    """
+    attempt = current_attempt()
+    if attempt is None or attempt.deadline_us is None:
+        return None
+    return moment(attempt.deadline_us)
+
+
+def seconds_left() -> float | None:
+    """Return how many seconds the request that this thread runs has until its deadline.
+
+    For time-outs of calls to others. By the ledger's clock when the attempt started, and this
+    process's since; 0 once it has passed, none as for :func:`deadline`.
+    """
+    attempt = current_attempt()
+    return None if attempt is None else attempt.seconds_left
+
+
+def check() -> None:
+    """Stop here if the task's deadline has passed, or it has gone over its hold.
+
+    :raises DeadlinePassed: where its deadline has passed.
+    :raises ReservationExhausted: where it has ``stop_at_hold`` and has used more than is reserved
+        for it.
     """
     attempt = current_attempt()
     if attempt is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -34,8 +34,8 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
-from celery_budget.core.retries import Keep, Retries
-from celery_budget.store import outbox, parked, plans, quarantine, untold, usage
+from celery_budget.core.retries import DEADLINE, Keep, Retries
+from celery_budget.store import deadlines, outbox, parked, plans, quarantine, untold, usage
 from celery_budget.store.continuations import (
     CANCELLED,
     again_request,
@@ -51,6 +51,7 @@ from celery_budget.store.reservations import (
     finish,
     lines_of,
     lock,
+    release,
     start,
 )
 from celery_budget.store.schema import attempts, now_us, reservations
@@ -136,7 +137,9 @@ def claim(
     """Claim the attempt a delivery stands for; of several deliveries one gets it.
 
     Where ``retries`` lets no further attempt start, the request ends here without a run, into
-    quarantine: the attempt is written as refused, and its outcome is to be given as in a replay.
+    quarantine: the attempt is written as refused, and its outcome is to be given as in a replay. So
+    does one whose deadline has passed, which is in quarantine only with ``retries``; where it has
+    never run it is ``Closed``, and its result is to be told.
 
     Locks the reservation, so that deliveries of one message go one after another, and the balances
     of lines that are charged at the start; of all lines where the request ends. A claim that
@@ -154,10 +157,9 @@ def claim(
     if current is not None and current.claim_id == claim_id:
         if current.ended_us is None:
             elapsed_us = _elapsed_us(connection, row, retries)
-            return Claimed(current.attempt, claim_id, elapsed_us)
-        return Replay(
-            current.attempt, claim_id, StoredOutcome(str(current.outcome), current.payload)
-        )
+            left = deadlines.left_us(connection, row)
+            return Claimed(current.attempt, claim_id, elapsed_us, row.deadline_us, left)
+        return _replay(row, current, claim_id)
     if row.state in CLAIMABLE and delivery.retries == row.retries:
         if parked.parked_of(connection, root, reservation_id) is not None:
             # The broker's own redelivery: what it would need is not held yet. It is published
@@ -171,11 +173,21 @@ def claim(
             # The broker's own redelivery as well: its lane has no room for it yet.
             return Closed(str(row.state))
         elapsed_us = _elapsed_us(connection, row, retries)
-        if current is not None and retries is not None:
-            why = retries.spent(row.attempts, elapsed_us)
+        left = deadlines.left_us(connection, row)
+        why = DEADLINE if left is not None and left <= 0 else None
+        if current is None:
             if why is not None:
-                return _refuse(connection, row, current, delivery, claim_id, lease_us, why, bound)
-            _erase(connection, current)
+                release(connection, root, reservation_id, why)
+                untold.note(connection, root, row.task_id, why, reservation_id)
+                return Closed("released")
+        else:
+            if why is None and retries is not None:
+                why = retries.spent(row.attempts, elapsed_us)
+            if why is not None:
+                keep = None if retries is None else bound
+                return _refuse(connection, row, current, delivery, claim_id, lease_us, why, keep)
+            if retries is not None or left is not None:
+                _erase(connection, current)
         _write_claim(connection, row, delivery, claim_id, lease_us)
         set_reservation(
             connection,
@@ -187,7 +199,7 @@ def claim(
         )
         if row.charges_start:
             start(connection, root, reservation_id)
-        return Claimed(row.attempts + 1, claim_id, elapsed_us)
+        return Claimed(row.attempts + 1, claim_id, elapsed_us, row.deadline_us, left)
     if current is None or current.lease_until_us is None or current.retries != delivery.retries:
         return Running() if row.state == "running" else Closed(str(row.state))
     if (
@@ -210,7 +222,13 @@ def claim(
             suspected_us=None,
         )
     )
-    return Replay(current.attempt, claim_id, StoredOutcome(str(current.outcome), current.payload))
+    return _replay(row, current, claim_id)
+
+
+def _replay(row: sa.Row[Any], ended: sa.Row[Any], claim_id: uuid.UUID) -> Replay:
+    """Return that an attempt which has ended is to give its outcome again."""
+    stored = StoredOutcome(str(ended.outcome), ended.payload)
+    return Replay(ended.attempt, claim_id, stored, deadline_us=row.deadline_us)
 
 
 def _write_claim(
@@ -279,9 +297,11 @@ def _refuse(
     claim_id: uuid.UUID,
     lease_us: int,
     why: str,
-    bound: int,
+    bound: int | None,
 ) -> Replay:
     """End a request that may not run again, in place of its next attempt; that tells the outcome.
+
+    It goes into quarantine, which holds up to ``bound``, unless that is none.
 
     It is settled at what it used. Where the last attempt's outcome is unknown it is lost, and
     charged the greater of recorded and estimated for that one; where its task has told what it
@@ -300,7 +320,9 @@ def _refuse(
         }
     charges = {line.line: charge_of(line, fresh.get(line.line, 0)) for line in of}
     text, error = json.loads(last.payload) if last.payload is not None else (UNKNOWN, None)
-    kept = quarantine.keep(connection, row, row.attempts, of, charges, Keep(why, text, bound))
+    kept = None
+    if bound is not None:
+        kept = quarantine.keep(connection, row, row.attempts, of, charges, Keep(why, text, bound))
     lost = last.outcome == UNCERTAIN and not answered
     finish(
         connection,
@@ -325,7 +347,7 @@ def _refuse(
         payload=stored.payload,
     )
     set_reservation(connection, root, reservation_id, attempts=row.attempts + 1)
-    return Replay(row.attempts + 1, claim_id, stored, kept)
+    return Replay(row.attempts + 1, claim_id, stored, kept, row.deadline_us)
 
 
 def owned(
@@ -382,8 +404,10 @@ def write_retry(
 
     Locks the reservation, then as :func:`next_attempt`. None where the fence is gone.
     """
-    if owned(connection, request.root, request.reservation_id, attempt, claim_id) is None:
+    row = owned(connection, request.root, request.reservation_id, attempt, claim_id)
+    if row is None:
         return None
+    request = replace(request, deadline_us=row.deadline_us)
     return next_attempt(connection, request, message, attempt, True, park_us)
 
 

@@ -34,7 +34,7 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import backlog, budgets, declaring, levels, outbox, waiting
+from celery_budget.store import backlog, budgets, deadlines, declaring, levels, outbox, waiting
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
@@ -93,6 +93,8 @@ def reserve_many(
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
     outbox.lock_orders(connection, root, [message for _, message in asked if message])
+    requests = deadlines.fixed(connection, [request for request, _ in asked])
+    asked = [(request, message) for request, (_, message) in zip(requests, asked, strict=True)]
     found, inserted = _insert(connection, root, asked, delivered_us)
     many = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
     full = None if bound is None or many < bound else Backlogged(many, bound)
@@ -469,7 +471,11 @@ def _write(
     outbox.enqueue_many(
         connection,
         root,
-        [(request, message) for (request, message), _ in admitted if message is not None],
+        [
+            (request, deadlines.bounded(message, request.deadline_us))
+            for (request, message), _ in admitted
+            if message is not None
+        ],
         delivered_us,
     )
 

@@ -19,7 +19,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.messages import RANKS, WireMessage
 from celery_budget.core.reservations import CLAIMABLE
-from celery_budget.store import untold
+from celery_budget.store import deadlines, untold
 from celery_budget.store.outbox import delete, let_follow, message_of
 from celery_budget.store.reservations import lock, release
 from celery_budget.store.schema import (
@@ -475,19 +475,21 @@ def expire(connection: Connection, root: str, fence: uuid.UUID, due: Due) -> boo
     and nothing changed, where the task has been started or has ended, and where another relay has
     taken the message since.
     """
+    reason = EXPIRED
     if due.reservation_id is not None:
         row = lock(connection, root, due.reservation_id)
         if row is None or row.state not in CLAIMABLE:
             return False
+        reason = deadlines.why(EXPIRED, row.deadline_us, due.message.expires_us)
     if lock_taken(connection, root, fence, due.outbox_id) is None:
         return False
     if due.reservation_id is None:
         forget(connection, root, fence, due.outbox_id)
     else:
-        release(connection, root, due.reservation_id, EXPIRED)
+        release(connection, root, due.reservation_id, reason)
     # Events start no task.
     if due.message.task_name:
-        untold.note(connection, root, due.message.task_id, EXPIRED, due.reservation_id)
+        untold.note(connection, root, due.message.task_id, reason, due.reservation_id)
     return True
 
 

@@ -31,7 +31,8 @@ from celery_budget.core.reservations import (
     ReserveRequest,
     Running,
 )
-from celery_budget.store import outbox, parked, untold
+from celery_budget.core.retries import DEADLINE
+from celery_budget.store import deadlines, outbox, parked, untold
 from celery_budget.store.batch import MOST_KEYS
 from celery_budget.store.requests import note_given_up, reserve
 from celery_budget.store.reservations import (
@@ -144,7 +145,8 @@ def next_attempt(
 
     The caller holds the reservation's row. Locks its balances in order, then its outbox row.
 
-    :param request: carries the reservation's id, the estimates and the message's retries.
+    :param request: carries the reservation's id and deadline, the estimates and the message's
+        retries.
     :param after_attempt: the attempt it follows.
     :param running: whether that one still runs: the message is blocked until it ends.
     """
@@ -180,7 +182,7 @@ def _write_next(
     outbox.enqueue(
         connection,
         request.root,
-        message,
+        deadlines.bounded(message, request.deadline_us),
         state="blocked" if running else "due",
         request=request,
         after_attempt=after_attempt,
@@ -289,6 +291,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         finishing=True,
         tenant=outbox.tenant_of(connection, row.root, reservation_id),
         prices=row.prices,
+        deadline_us=row.deadline_us,
     )
 
 
@@ -440,7 +443,8 @@ def has_ended_cancelled(connection: Connection, root: str, reservation_id: uuid.
 def leaves_chord(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:
     """Tell whether a request has ended as cancelled, and its task was not admitted anew since.
 
-    Then nobody else tells its chord that a member is missing. Locks nothing.
+    So is one that was found past its deadline. Then nobody else tells its chord that a member is
+    missing. Locks nothing.
     """
     other = reservations.alias("other")
     anew = sa.exists().where(
@@ -453,7 +457,7 @@ def leaves_chord(connection: Connection, root: str, reservation_id: uuid.UUID) -
         sa.select(reservations.c.reservation_id).where(
             reservations.c.root == root,
             reservations.c.reservation_id == reservation_id,
-            reservations.c.reason == CANCELLED,
+            reservations.c.reason.in_((CANCELLED, DEADLINE)),
             ~anew,
         )
     ).first()
@@ -489,10 +493,12 @@ def give_up(
         parked.touch(connection, root, parked_id)
         return False
     parked.unpark(connection, root, parked_id)
+    request = parked.request_of(row)
+    reason = deadlines.why(GIVEN_UP, request.deadline_us, row.deadline_us, row.expires_us)
     if reservation_id is None:
-        _never_admitted(connection, parked.request_of(row), GIVEN_UP)
-    elif isinstance(release(connection, root, reservation_id, GIVEN_UP), Released):
-        untold.note(connection, root, row.task_id, GIVEN_UP, reservation_id)
+        _never_admitted(connection, request, reason)
+    elif isinstance(release(connection, root, reservation_id, reason), Released):
+        untold.note(connection, root, row.task_id, reason, reservation_id)
     return True
 
 

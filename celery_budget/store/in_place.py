@@ -29,8 +29,9 @@ from celery_budget.core.reservations import (
     Skipped,
     Unknown,
 )
+from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import StoreError
-from celery_budget.store import attempts
+from celery_budget.store import attempts, deadlines
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.batch import reserve_many
 from celery_budget.store.continuations import hold_next
@@ -41,7 +42,7 @@ from celery_budget.store.schema import outbox, reservations
 __all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start"]
 
 #: Why a request does not run now.
-NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Full | Skipped
+NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Full | Skipped | Closed
 
 RETRIED = Outcome("retried")
 
@@ -56,7 +57,8 @@ def start(
     """Admit a request and claim its first attempt.
 
     Locks as :func:`celery_budget.store.batch.reserve_many`: of two calls with one key the second
-    waits, and finds the first one's. A repeat after a lost answer finds its own claim.
+    waits, and finds the first one's. A repeat after a lost answer finds its own claim. ``Closed``
+    where its deadline has passed: it has ended then.
 
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
@@ -64,6 +66,8 @@ def start(
     if not isinstance(tried, Reserved):
         return tried
     claimed = attempts.claim(connection, delivery, claim_id, lease_us)
+    if isinstance(claimed, Closed):
+        return claimed
     if not isinstance(claimed, Claimed):
         raise StoreError("a request that was to run at once has ended while this was repeated")
     return claimed
@@ -81,8 +85,9 @@ def go_on(
     """End a running attempt as retried, and claim the next one.
 
     That holds its estimate on top of what was used. Where it does not fit, or the request was
-    cancelled (``Released``), there is none: the request is settled at what it used. ``Closed``, and
-    nothing changed, where the fence is gone.
+    cancelled (``Released``), there is none: the request is settled at what it used; past its
+    deadline with that as the state of ``Closed``. Otherwise ``Closed``, and nothing changed, is
+    where the fence is gone.
 
     Locks the reservation, then its balances. A repeat after a lost answer finds its own claim, or
     that the request has ended.
@@ -93,6 +98,10 @@ def go_on(
         if row.cancelled_us is not None:
             end(connection, root, reservation_id, attempt, claim_id, RETRIED)
             return Released(row.task_id, "settled")
+        left = deadlines.left_us(connection, row)
+        if left is not None and left <= 0:
+            end(connection, root, reservation_id, attempt, claim_id, RETRIED)
+            return Closed(DEADLINE)
         refused = hold_next(connection, request)
         if refused is not None:
             note_refusals(connection, root, [(request, refused)])

@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Line, ReserveRequest
+from celery_budget.store import deadlines
 from celery_budget.store.insert import insert_new
 from celery_budget.store.outbox import columns_of
 from celery_budget.store.schema import now_us, parked, reservations
@@ -42,10 +43,15 @@ def park(
 ) -> uuid.UUID:
     """Park a request, or with ``reservation_id`` the next attempt of one; a repeat changes nothing.
 
-    :param park_us: how long it may wait.
+    :param park_us: how long it may wait, but not beyond the request's deadline.
     :param after_attempt: the attempt it follows.
     """
     parked_id = new_id()
+    [request] = deadlines.fixed(connection, [request])
+    message = deadlines.bounded(message, request.deadline_us)
+    until: Any = now_us() + park_us
+    if request.deadline_us is not None:
+        until = sa.case((until < request.deadline_us, until), else_=request.deadline_us)
     inserted = insert_new(
         connection,
         parked,
@@ -60,7 +66,7 @@ def park(
         retries=request.retries,
         request=written(request),
         created_us=now_us(),
-        deadline_us=now_us() + park_us,
+        deadline_us=until,
         checked_us=0,
         due_us=message.due_us,
     )

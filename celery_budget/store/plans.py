@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import AlreadyReserved, Missing, Reserved, ReserveRequest
-from celery_budget.store import outbox
+from celery_budget.store import deadlines, outbox
 from celery_budget.store.balances import Move, key_of, move
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.waiting import feeding
@@ -59,7 +59,9 @@ def activate(
             lane=feeding(request.root, message.queue),
         )
     )
-    outbox.enqueue(connection, request.root, message, request=request)
+    outbox.enqueue(
+        connection, request.root, deadlines.bounded(message, row.deadline_us), request=request
+    )
     return Reserved(row.reservation_id)
 
 

@@ -219,7 +219,10 @@ def requeue(
     if row.reservation_id is not None:
         # Before the balances: usage that comes late locks it first as well.
         lock(connection, root, row.reservation_id)
-    request = _anew(connection, parked.request_of(row))
+    before = parked.request_of(row)
+    if before.deadline_us is not None and before.deadline_us == message.expires_us:
+        message = replace(message, expires_us=None)
+    request = _anew(connection, before)
     if row.reason in ENDED:
         _check_closed(connection, row)
         request, message = replace(request, retries=0), again.message(message)
@@ -260,6 +263,7 @@ def _anew(connection: Connection, request: ReserveRequest) -> ReserveRequest:
     """Return the request under an id of its own, as what was admitted under the first has ended.
 
     One that ran, and waited for a retry, keeps its request id: what it used was charged to that.
+    Whoever has it run again does so in spite of its deadline.
     """
     reservation_id = new_id()
     ended: str | None = connection.execute(
@@ -272,6 +276,7 @@ def _anew(connection: Connection, request: ReserveRequest) -> ReserveRequest:
     return replace(
         request,
         reservation_id=reservation_id,
+        deadline_us=None,
         request_id=str(reservation_id) if ran else request.request_id,
     )
 

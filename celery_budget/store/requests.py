@@ -141,6 +141,7 @@ _RESERVE = sa.text(
     " :outbox_id, :state, CAST(:again_us AS bigint), CAST(:due_us AS bigint),"
     " CAST(:expires_us AS bigint), :queue,"
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
+    " CAST(:within_us AS bigint),"
     " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms)"
 )
 
@@ -162,6 +163,7 @@ def _reserve_postgresql(
         _RESERVE,
         {
             **columns,
+            "within_us": request.within_us,
             "finishing": request.finishing,
             "budgets": names,
             "amounts": [line.amount for line in request.lines],

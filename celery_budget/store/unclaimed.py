@@ -7,6 +7,7 @@ copy of a message whose turn is over changes nothing, nor does one whose attempt
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -87,6 +88,7 @@ def retry(
     row = _unstarted(connection, root, reservation_id, request.task_id, retries)
     if row is None:
         return None
+    request = replace(request, deadline_us=row.deadline_us)
     outbox.take(connection, root, reservation_id, retries)
     connection.execute(
         reservations.update()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,36 @@ def told(request: Any, error: Any, traceback: Any) -> None:
 def after(value: Any) -> Any:
     note(f"after {value}")
     return value
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="trying.hurried", bind=True, max_retries=None)
+def hurried(self: Any, tenant: str, countdown: float) -> None:
+    """Tell how long it has, and retry later than that."""
+    note(f"hurried {self.request.id} {usage.seconds_left()} {usage.deadline()}")
+    usage.record(1)
+    try:
+        raise ZeroDivisionError("by zero")
+    except ZeroDivisionError:
+        self.retry(countdown=countdown)
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="trying.watched", bind=True)
+def watched(self: Any, tenant: str, until: str) -> str:
+    """Tell of its progress, and wait."""
+    usage.record(2)
+    self.update_state(state="PROGRESS", meta={"done": 1, "of": 2})
+    note(f"watched {until}")
+    while not works(until):
+        time.sleep(0.05)
+    usage.record(1)
+    return until
+
+
+@budgeted(budget=TENANT, estimate=6)
+@shared_task(name="trying.next")
+def following(value: Any, tenant: str) -> str:
+    """Give on when it has to be over."""
+    usage.record(1)
+    return str(usage.deadline())

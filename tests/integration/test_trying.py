@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 import pytest
 from celery import chain, chord, states
-from celery.exceptions import ChordError, MaxRetriesExceededError
+from celery.exceptions import ChordError, MaxRetriesExceededError, TaskRevokedError
 
-from celery_budget import AttemptsSpent
+from celery_budget import AttemptsSpent, ResultNotReady, UnknownRequest
 from tests.apps import trying
 from tests.cluster import Cluster, eventually
 from tests.integration.support import current
@@ -196,3 +198,69 @@ def test_where_members_are_counted_one_that_runs_again_is_not(cluster: Cluster) 
     tenant.spent(6)
     assert state() == states.FAILURE
     assert client.zrange(key, 0, -1) == counted
+
+
+def test_a_retry_beyond_the_deadline_is_turned_away(tenant: Tenant) -> None:
+    result = task(tenant, "hurried").apply_async((tenant.name, 3600), deadline=600)
+    with pytest.raises(ZeroDivisionError):
+        result.get(timeout=WAIT)
+    assert tenant.outcomes(result.id) == ["raised"]
+    tenant.spent(1)
+    [line] = [one for one in tenant.cluster.journal() if one.startswith(f"hurried {result.id}")]
+    assert 0 < float(line.split()[2]) <= 600
+
+
+def test_a_worker_does_not_start_what_comes_after_its_deadline(tenant: Tenant) -> None:
+    past = datetime(2020, 1, 1, tzinfo=timezone.utc)
+    result = task(tenant, "hurried").apply_async((tenant.name, 0), deadline=past)
+    with pytest.raises(TaskRevokedError, match="deadline"):
+        result.get(timeout=WAIT)
+    assert tenant.story(result.id).reservation["reason"] == "deadline"
+    tenant.spent(0)
+
+
+def test_a_chain_has_one_deadline_from_its_first_call(tenant: Tenant) -> None:
+    """By the ledger's clock; behind a task without a budget by that of who has called."""
+    step, after = task(tenant, "next"), task(tenant, "after")
+    chained = chain(step.s(0, tenant.name), step.s(tenant.name), after.s(), step.s(tenant.name))
+    before = time.time()
+    result = chained.apply_async(deadline=600)
+    third = result.parent
+    deadline = datetime.fromisoformat(third.parent.get(timeout=WAIT)).timestamp()
+    assert third.parent.parent.get(timeout=WAIT) == third.parent.get(timeout=WAIT)
+    assert before + 599 < deadline <= time.time() + 600
+    last = datetime.fromisoformat(result.get(timeout=WAIT)).timestamp()
+    assert before + 600 <= last <= deadline + 1, "not anew from the step without a budget"
+
+
+def test_a_job_is_seen_from_its_start_to_its_result(tenant: Tenant) -> None:
+    budget, name = tenant.cluster.budget, f"watch-{tenant.name}"
+    result = task(tenant, "watched").delay(tenant.name, name)
+    eventually(lambda: f"watched {name}" in tenant.cluster.journal())
+    job = budget.job(result.id, owner=tenant.budget)
+    assert (job.state, job.progress) == ("running", {"done": 1, "of": 2})
+    assert (job.usage, job.attempts, job.ended) == ({"tokens": 2}, 1, None)
+    with pytest.raises(ResultNotReady, match="is running"):
+        budget.result(result.id, owner=tenant.budget)
+    tenant.cluster.release(name)
+    tenant.story(result.id)
+    job = budget.job(result.id, owner=tenant.budget)
+    assert (job.state, job.progress, job.usage) == ("succeeded", None, {"tokens": 3})
+    assert job.has_ended
+    assert budget.result(result.id, owner=tenant.budget) == name
+    unknown = []
+    for some_id, owner in ((result.id, "tenant:other"), ("never-seen", tenant.budget)):
+        for ask in (budget.job, budget.result):
+            with pytest.raises(UnknownRequest) as raised:
+                ask(some_id, owner=owner)
+            unknown.append(str(raised.value).replace(some_id, "ID"))
+    assert len(set(unknown)) == 1, "no oracle"
+
+
+def test_a_job_that_fails_raises_what_it_raised(tenant: Tenant) -> None:
+    result = task(tenant, "hopeless").delay(tenant.name)
+    tenant.story(result.id)
+    budget = tenant.cluster.budget
+    assert budget.job(result.id, owner=tenant.budget).state == "quarantined"
+    with pytest.raises(KeyError, match="nothing"):
+        budget.result(result.id, owner=tenant.budget)

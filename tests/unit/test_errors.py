@@ -25,6 +25,9 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
          "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
+    "DeadlinePassed": (
+        ("r-1", "2030-01-01T00:00:00+00:00"), ["r-1", "2030-01-01T00:00:00", "later deadline="],
+    ),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
     "MissingExtra": (
@@ -46,6 +49,8 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "UnknownLane": (("llm",), ["'llm'", "budget lane list", "lane set llm --queue"]),
     "RequestEnding": (("t-1",), ["t-1", "is being stored", "try again"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
+    "ResultGone": (("t-1",), ["t-1", "budget_result_seconds", "new request"]),
+    "ResultNotReady": (("t-1", "queued"), ["t-1", "queued", "budget.job('t-1'"]),
     "RequestRuns": (("t-1", "settled"), ["t-1", "settled", "budget explain t-1"]),
     "StoreError": (("the database failed", True), ["the database failed"]),
     "UnknownBudget": (("b",), ["'b'", "budget set b --limit"]),

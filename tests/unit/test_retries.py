@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_budget import BudgetedTask, budgeted
 from celery_budget.core.retries import Retries
-from celery_budget.errors import PolicyError
+from celery_budget.errors import AttemptsSpent, PolicyError
 
 
 @pytest.mark.parametrize("most", [0, -1, 1.5, True, "3"])
@@ -23,6 +23,12 @@ def test_a_number_of_attempts_is_one_from_1_on(most: Any) -> None:
 def test_a_time_is_one_in_seconds(within: Any) -> None:
     with pytest.raises(PolicyError, match="retry_within= is"):
         Retries(retry_within=within)
+
+
+def test_a_deadline_leaves_no_hint_to_quarantine() -> None:
+    said = str(AttemptsSpent("t-1", 3, "deadline"))
+    assert "its deadline has passed" in said
+    assert "requeue" not in said
 
 
 @pytest.mark.parametrize("terminal", ["ValueError", [1], ValueError(), int, KeyboardInterrupt, 3])

@@ -12,7 +12,7 @@ CREATE FUNCTION budget_reserve(
     p_unreserved boolean, p_finishing boolean, p_budgets text[], p_amounts bigint[], p_charges text[],
     p_outbox uuid, p_state text, p_again bigint, p_due bigint, p_expires bigint, p_queue text,
     p_body bytea, p_envelope text, p_rank integer, p_order_key text, p_broker text,
-    p_deadline bigint, p_shadows text, p_tenant text, p_weight bigint, p_bound bigint, p_note boolean, p_who text, p_lock_ms text
+    p_deadline bigint, p_within bigint, p_shadows text, p_tenant text, p_weight bigint, p_bound bigint, p_note boolean, p_who text, p_lock_ms text
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
     requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint
@@ -27,6 +27,8 @@ DECLARE
     v_waiting bigint;
     v_lane text;
     v_full record;
+    -- The earlier one; none of none. Said by time from now, it is by this clock.
+    v_deadline bigint;
 BEGIN
     PERFORM set_config('lock_timeout', p_lock_ms, true);
     IF p_order_key IS NOT NULL THEN
@@ -36,6 +38,7 @@ BEGIN
     END IF;
     SELECT q.lane INTO v_lane FROM budget_lane_queues q
      WHERE q.root = p_root AND q.queue = p_queue;
+    v_deadline := least(p_deadline, v_now + p_within);
     LOOP
         v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now);
         -- Looked for after that: who filled the budget with this very request has committed.
@@ -61,7 +64,7 @@ BEGIN
                 p_stage, p_fingerprint, p_opaque, p_estimator, p_version, p_prices, p_parent,
                 CASE p_state WHEN 'published' THEN 'published' ELSE 'reserved' END,
                 p_retries, 0, 0, p_unreserved, false, false, v_now, 'start' = ANY (p_charges),
-                p_deadline, p_shadows, v_lane)
+                v_deadline, p_shadows, v_lane)
             ON CONFLICT DO NOTHING;
             v_inserted := FOUND;
             IF NOT v_inserted THEN
@@ -173,7 +176,7 @@ BEGIN
         p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries,
         CASE WHEN p_state = 'due' AND v_lane IS NOT NULL THEN 'held' ELSE p_state END,
         CASE WHEN p_state = 'published' THEN v_now + p_again WHEN p_due = 0 THEN v_now ELSE p_due END,
-        p_expires,
+        least(p_expires, v_deadline),
         CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
         CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope,
         p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
