@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.estimators import Estimator, estimator
 from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
@@ -19,6 +20,7 @@ from celery_budget.errors import (
     EffectError,
     EnlistError,
     EstimateError,
+    EstimateOutOfBounds,
     HoldsOpen,
     InvalidAmount,
     InvalidBudget,
@@ -64,6 +66,8 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "EstimateOutOfBounds",
+    "Estimator",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
@@ -95,6 +99,7 @@ __all__ = [
     "budgeted",
     "cost",
     "effect",
+    "estimator",
     "settle",
     "usage",
 ]

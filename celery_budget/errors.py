@@ -18,6 +18,7 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "EstimateOutOfBounds",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
@@ -66,7 +67,41 @@ class PolicyError(BudgetError):
 
 
 class EstimateError(PolicyError):
-    """The task's estimator raised instead of returning an amount."""
+    """The task's estimator raised instead of returning an amount. Nothing was changed."""
+
+
+class EstimateOutOfBounds(EstimateError):
+    """An estimate is outside of its estimator's bounds. Nothing was changed.
+
+    :param task_name: whose estimate it is.
+    :param estimator: the estimator's name and version.
+    :param estimate: what it gave.
+    :param at_least: the lower bound; none without one.
+    :param at_most: the upper bound; none without one.
+    """
+
+    def __init__(
+        self,
+        task_name: str,
+        estimator: str,
+        estimate: int,
+        at_least: int | None,
+        at_most: int | None,
+    ) -> None:
+        super().__init__(task_name, estimator, estimate, at_least, at_most)
+        self.task_name = task_name
+        self.estimator = estimator
+        self.estimate = estimate
+        self.at_least = at_least
+        self.at_most = at_most
+
+    def __str__(self) -> str:
+        low = self.at_least is not None and self.estimate < self.at_least
+        bound = f"at_least={self.at_least}" if low else f"at_most={self.at_most}"
+        return (
+            f"the estimate for {self.task_name} is {self.estimate}, and estimator {self.estimator} "
+            f"has {bound}; correct the estimator, or its bound where such work is meant to be"
+        )
 
 
 class EnlistError(BudgetError):

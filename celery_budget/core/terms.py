@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from celery_budget.core.amounts import check_amount
+from celery_budget.core.amounts import MAX_AMOUNT, check_amount
 from celery_budget.core.identity import Fingerprint, fingerprint
 from celery_budget.core.policies import Evaluation, joined
 from celery_budget.core.reservations import Line
@@ -19,6 +21,8 @@ class Terms:
     """A call's evaluation, and what reports know it by.
 
     :ivar fingerprint: of the task and its bound arguments.
+    :ivar ask_shadows: asks the shadows of its estimator; what each would have promised, by name and
+        version. Asked where the call is admitted, and not for each look at its terms.
     """
 
     stage: str
@@ -26,6 +30,12 @@ class Terms:
     version: str
     evaluation: Evaluation
     fingerprint: Fingerprint
+    ask_shadows: Callable[[], Mapping[str, int]] = field(default=dict, compare=False, repr=False)
+
+    def shadows(self) -> str | None:
+        """Return what its shadows would have promised, as JSON; none without any."""
+        asked = self.ask_shadows()
+        return json.dumps(asked, sort_keys=True) if asked else None
 
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
@@ -54,4 +64,18 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
         calls[0],
         evaluation=Evaluation(lines, arguments, joined(call.evaluation.prices for call in calls)),
         fingerprint=fingerprint(task_name, arguments),
+        ask_shadows=lambda: _summed_shadows(calls),
     )
+
+
+def _summed_shadows(calls: Sequence[Terms]) -> Mapping[str, int]:
+    """Return the sums of what all calls would have been promised; without what one was not."""
+    sums: Counter[str] = Counter()
+    answers = [call.ask_shadows() for call in calls]
+    for answer in answers:
+        sums.update(answer)
+    return {
+        key: amount
+        for key, amount in sums.items()
+        if amount <= MAX_AMOUNT and all(key in answer for answer in answers)
+    }

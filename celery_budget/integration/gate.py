@@ -123,6 +123,7 @@ class Gate:
             estimator_version=terms.version,
             lines=terms.evaluation.lines,
             prices=terms.evaluation.prices,
+            shadows=terms.shadows(),
             opaque=terms.fingerprint.opaque,
             nesting=int(message.headers.get("replaced_task_nesting") or 0),
             parent=self._parent(call),

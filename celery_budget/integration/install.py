@@ -12,6 +12,7 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
 from celery_budget import settlement, telling
+from celery_budget.core.estimators import Estimators, estimators
 from celery_budget.core.reservations import Cancelling, Closed, Missing
 from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
 from celery_budget.integration import canvas, eager_canvas
@@ -58,6 +59,11 @@ class CeleryBudget(Ledger):
         super().__init__(app)
         install_on(app, self)
         self._install()
+
+    @property
+    def estimators(self) -> Estimators:
+        """The estimators that are registered in this process, for ``estimate="NAME"``."""
+        return estimators
 
     @cached_property
     def brokers(self) -> Brokers:

@@ -94,6 +94,7 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
         estimator_version=terms.version,
         lines=terms.evaluation.lines,
         prices=terms.evaluation.prices,
+        shadows=terms.shadows(),
         opaque=terms.fingerprint.opaque,
         finishing=head.finishing,
         plan=head.reservation_id,

@@ -289,6 +289,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         unreserved=row.unreserved,
         finishing=True,
         prices=row.prices,
+        shadows=row.shadows,
     )
 
 

@@ -25,6 +25,10 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
          "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
+    "EstimateOutOfBounds": (
+        ("shop.draft", "draft:2", 7, None, 5),
+        ["shop.draft is 7", "draft:2 has at_most=5", "correct the estimator"],
+    ),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
     "MissingExtra": (
