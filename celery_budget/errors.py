@@ -49,6 +49,10 @@ __all__ = [
 class BudgetError(Exception):
     """Base of all errors of this package."""
 
+    #: Of a refusal: in how many seconds it makes sense to try again, at the earliest; none where it
+    #: makes none without a change, or nobody can tell.
+    retry_after: float | None = None
+
 
 class ConfigurationError(BudgetError):
     """A ``budget_*`` setting is missing or has a value that cannot work."""
@@ -388,6 +392,9 @@ class BudgetExceeded(BudgetError):
         held came back), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
     :param most: up to which total of reserved and spent this request could have filled the budget:
         the limit, or the part of it at which its soft or hard stop is.
+    :param retry_after: in how many seconds it could fit at the earliest, with a part of chance, so
+        that those who are refused together do not come back together; none where trying again makes
+        no sense.
     """
 
     def __init__(
@@ -401,8 +408,11 @@ class BudgetExceeded(BudgetError):
         spent: int,
         reason: str,
         most: int,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
+        super().__init__(
+            budget, unit, requested, available, limit, reserved, spent, reason, most, retry_after
+        )
         self.budget = budget
         self.unit = unit
         self.requested = requested
@@ -412,6 +422,7 @@ class BudgetExceeded(BudgetError):
         self.spent = spent
         self.reason = reason
         self.most = most
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         why = _REASONS.get(self.reason, self.reason)
@@ -443,12 +454,14 @@ class OutboxFull(BudgetError):
 
     :param messages: how many waited when they were last counted.
     :param bound: the setting.
+    :param retry_after: in how many seconds it makes sense to try again, at the earliest.
     """
 
-    def __init__(self, messages: int, bound: int) -> None:
-        super().__init__(messages, bound)
+    def __init__(self, messages: int, bound: int, retry_after: float | None = None) -> None:
+        super().__init__(messages, bound, retry_after)
         self.messages = messages
         self.bound = bound
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return (

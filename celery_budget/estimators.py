@@ -129,7 +129,7 @@ def by_request(
         check_amount(input, "input= of by_request()")
     if default_output is not None:
         check_amount(default_output, "default_output= of by_request()")
-    if of is not None and (not isinstance(of, str) or not of.isidentifier()):
+    if of is not None and not str(of).isidentifier():
         raise PolicyError(f"of= of by_request() is {of!r}; give the name of an argument")
     made = f"{input.name}-{input.version}" if isinstance(input, Estimator) else "1"
     function = _Request(input, of, default_output)

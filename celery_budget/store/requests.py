@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.backpressure import OUTBOX_SECONDS, Pace, spread
 from celery_budget.core.draws import mixed
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
@@ -115,7 +116,7 @@ def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> Bu
     if isinstance(outcome, Refused):
         return outcome.error()
     if isinstance(outcome, Backlogged):
-        return OutboxFull(outcome.messages, outcome.bound)
+        return OutboxFull(outcome.messages, outcome.bound, spread(OUTBOX_SECONDS))
     if isinstance(outcome, Unknown):
         return UnknownBudget(outcome.budget)
     if isinstance(outcome, Conflict):
@@ -126,7 +127,8 @@ def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> Bu
 
 
 _RESERVE = sa.text(
-    "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
+    "SELECT r.*, p.left_us, p.freed, p.span_us"
+    " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
     " CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
@@ -134,7 +136,9 @@ _RESERVE = sa.text(
     " :outbox_id, :state, CAST(:again_us AS bigint), CAST(:due_us AS bigint),"
     " CAST(:expires_us AS bigint), :queue,"
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
-    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms)"
+    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms) AS r"
+    # Of what is admitted there is no budget, and nothing is looked at.
+    " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true"
 )
 
 
@@ -202,6 +206,7 @@ def _reserve_postgresql(
             row.spent,
             row.outcome,
             row.most,
+            None if row.freed is None else Pace(row.left_us, row.freed, row.span_us),
         )
     return repeated(request, row)
 

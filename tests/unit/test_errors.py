@@ -20,7 +20,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         ("t-1", 3, "max_attempts"), ["t-1", "after attempt 3: max_attempts=", "requeue t-1"],
     ),
     "BudgetExceeded": (
-        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90),
+        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90, 12.5),
         ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens",
          "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
@@ -42,7 +42,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
     "NotRunning": (("effect()",), ["effect() is for a task", "none runs in this thread"]),
-    "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
+    "OutboxFull": ((7, 5, 2.5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
     "RequestEnding": (("t-1",), ["t-1", "is being stored", "try again"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
     "RequestRuns": (("t-1", "settled"), ["t-1", "settled", "budget explain t-1"]),
@@ -101,6 +101,7 @@ def test_an_exceeded_budget_shows_every_figure() -> None:
     assert vars(error) == {
         "budget": "tenant:acme", "unit": "tokens", "requested": 12, "available": 7,
         "limit": 100, "reserved": 60, "spent": 33, "reason": "held", "most": 90,
+        "retry_after": 12.5,
     }  # fmt: skip
 
 

@@ -182,6 +182,10 @@ def exit_now() -> int:
     raise SystemExit(3)
 
 
+def endless() -> int:
+    return endless()
+
+
 #: Whatever an estimator gives that is no amount, and what it is told as.
 WRONG: list[Any] = [
     ("nan", lambda: float("nan"), InvalidAmount),
@@ -200,15 +204,11 @@ WRONG: list[Any] = [
     ("exiting", exit_now, EstimateError),
     ("panicking", fail(Panic("rust")), EstimateError),
     ("unshown", fail(Unshown()), EstimateError),
-    ("endless", lambda: endless(), EstimateError),
+    ("endless", endless, EstimateError),
     ("below", Estimator("e", lambda: 4, at_least=5), EstimateOutOfBounds),
     ("above", Estimator("e", lambda: 6, at_most=5), EstimateOutOfBounds),
 ]
 BY_NAME = [pytest.param(*row[1:], id=row[0]) for row in WRONG]
-
-
-def endless() -> int:
-    return endless()
 
 
 @pytest.mark.parametrize(("estimate", "kind"), BY_NAME)

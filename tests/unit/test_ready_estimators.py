@@ -194,7 +194,7 @@ def test_by_request(parameters: Any, units: int) -> None:
 
 def test_what_goes_in_may_be_a_number_or_a_function() -> None:
     assert estimate(by_request(5), max_tokens=10) == 15
-    assert estimate(by_request(lambda prompt: len(prompt)), prompt="ab", max_tokens=10) == 12
+    assert estimate(by_request(lambda prompt: 2 * len(prompt)), prompt="ab", max_tokens=10) == 14
     assert estimate(by_request(lambda **given: len(given)), a=1, max_tokens=10) == 12
 
 

@@ -23,9 +23,18 @@ def upgrade() -> None:
     op.add_column(
         "budget_outbox", sa.Column("weight", sa.BigInteger, nullable=False, server_default="0")
     )
+    measured = sa.text("state = 'settled' AND NOT unmetered")
+    op.create_index(
+        "ix_budget_reservations_measured",
+        "budget_reservations",
+        ["root", "stage", "ended_us"],
+        postgresql_where=measured,
+        sqlite_where=measured,
+    )
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_6.sql")
+        _run("pace_6.sql")
 
 
 def _run(name: str) -> None:
@@ -34,8 +43,10 @@ def _run(name: str) -> None:
 
 def downgrade() -> None:
     if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_pace")
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_4.sql")
+    op.drop_index("ix_budget_reservations_measured", "budget_reservations")
     for column in ("weight", "tenant", "lane"):
         op.drop_column("budget_outbox", column)
     for column in ("shadows", "deadline_us", "lane"):
