@@ -50,7 +50,7 @@ class Refusal:
 
     @property
     def body(self) -> bytes:
-        """The answer's body, in JSON, without what is nobody else's: names and amounts of budgets."""
+        """The answer's body, in JSON; names and amounts of budgets are not for everybody."""
         told = {"error": self.code, "reason": self.reason, "retry_after": self.retry_after}
         return json.dumps({name: one for name, one in told.items() if one is not None}).encode()
 

@@ -107,7 +107,7 @@ def test_what_was_used_suggests_an_estimate(ledger: Ledger) -> None:
     use(ledger, 10, 99, RAISED, stage="embed")
     use(ledger, 10, None, stage="embed")
     ledger.reserve(10, stage="embed")
-    use(ledger, 10, 10, stage="paid", lines=(Line("b", 10, "start"),))
+    use(ledger, 10, None, stage="paid", lines=(Line("b", 10, "start"),))
     wanted = [
         ("draft", "tokens", 6, LARGE, 5, LARGE, 3),
         ("embed", "tokens", 1, 4, 4, 4, 1),
@@ -148,9 +148,10 @@ def test_units_are_told_apart(ledger: Ledger) -> None:
 
 def test_a_suggestion_is_found_by_an_index(ledger: Ledger) -> None:
     statement = (
-        f"SELECT reservation_id FROM budget_reservations WHERE root = :root AND stage = :stage"
-        f" AND ended_us >= 0 AND {IS_MEASURED} ORDER BY ended_us DESC LIMIT 10"
+        "SELECT reservation_id FROM budget_reservations WHERE root = :root AND stage = :stage"
+        " AND ended_us >= 0 AND state = 'settled' AND NOT unmetered ORDER BY ended_us DESC LIMIT 10"
     )
+    assert IS_MEASURED in statement
     postgresql = ledger.store.dialect == "postgresql"
     explain = "EXPLAIN " if postgresql else "EXPLAIN QUERY PLAN "
     with ledger.store.transaction() as connection:
