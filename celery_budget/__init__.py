@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.estimators import Estimator, estimator
 from celery_budget.core.jobs import Job
 from celery_budget.core.lanes import Lane
 from celery_budget.core.losses import LostAttempt
@@ -22,6 +23,7 @@ from celery_budget.errors import (
     EffectError,
     EnlistError,
     EstimateError,
+    EstimateOutOfBounds,
     HoldsOpen,
     InvalidAmount,
     InvalidBudget,
@@ -73,6 +75,8 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "EstimateOutOfBounds",
+    "Estimator",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
@@ -111,6 +115,7 @@ __all__ = [
     "budgeted",
     "cost",
     "effect",
+    "estimator",
     "settle",
     "usage",
 ]

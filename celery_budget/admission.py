@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from celery_budget.core.backpressure import Outlook
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -19,6 +20,7 @@ from celery_budget.core.reservations import (
     Backlogged,
     Conflict,
     Full,
+    Line,
     Missing,
     Parked,
     Refused,
@@ -45,6 +47,7 @@ from celery_budget.store import (
     requests,
     unclaimed,
 )
+from celery_budget.store import outlook as looks
 from celery_budget.store.batch import TURNED_AWAY
 from celery_budget.store.requests import error_of
 
@@ -57,6 +60,7 @@ __all__ = [
     "admit_parked",
     "count_refusal",
     "enqueue",
+    "outlook",
     "retry",
     "retry_unclaimed",
 ]
@@ -451,6 +455,17 @@ def count_refusal(
         task_name,
         requested,
     )
+
+
+def outlook(
+    store: Store, settings: Settings, lines: Sequence[Line], finishing: bool = False
+) -> Outlook:
+    """Return whether a request with ``lines`` would be admitted now; changes and locks nothing.
+
+    :raises StoreError: where the ledger cannot be read.
+    """
+    found = store.read(looks.look, settings.root, lines, finishing, settings.max_outbox)
+    return Outlook(True) if found is None else Outlook(False, error_of(found))
 
 
 def admit_parked(store: Store, settings: Settings, limit: int = 100) -> int:

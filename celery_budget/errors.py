@@ -19,6 +19,7 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "EstimateOutOfBounds",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
@@ -54,6 +55,10 @@ __all__ = [
 class BudgetError(Exception):
     """Base of all errors of this package."""
 
+    #: Of a refusal: in how many seconds it makes sense to try again, at the earliest; none where it
+    #: makes none without a change, or nobody can tell.
+    retry_after: float | None = None
+
 
 class ConfigurationError(BudgetError):
     """A ``budget_*`` setting is missing or has a value that cannot work."""
@@ -72,7 +77,41 @@ class PolicyError(BudgetError):
 
 
 class EstimateError(PolicyError):
-    """The task's estimator raised instead of returning an amount."""
+    """The task's estimator raised instead of returning an amount. Nothing was changed."""
+
+
+class EstimateOutOfBounds(EstimateError):
+    """An estimate is outside of its estimator's bounds. Nothing was changed.
+
+    :param task_name: whose estimate it is.
+    :param estimator: the estimator's name and version.
+    :param estimate: what it gave.
+    :param at_least: the lower bound; none without one.
+    :param at_most: the upper bound; none without one.
+    """
+
+    def __init__(
+        self,
+        task_name: str,
+        estimator: str,
+        estimate: int,
+        at_least: int | None,
+        at_most: int | None,
+    ) -> None:
+        super().__init__(task_name, estimator, estimate, at_least, at_most)
+        self.task_name = task_name
+        self.estimator = estimator
+        self.estimate = estimate
+        self.at_least = at_least
+        self.at_most = at_most
+
+    def __str__(self) -> str:
+        low = self.at_least is not None and self.estimate < self.at_least
+        bound = f"at_least={self.at_least}" if low else f"at_most={self.at_most}"
+        return (
+            f"the estimate for {self.task_name} is {self.estimate}, and estimator {self.estimator} "
+            f"has {bound}; correct the estimator, or its bound where such work is meant to be"
+        )
 
 
 class EnlistError(BudgetError):
@@ -417,6 +456,9 @@ class BudgetExceeded(BudgetError):
         held came back), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
     :param most: up to which total of reserved and spent this request could have filled the budget:
         the limit, or the part of it at which its soft or hard stop is.
+    :param retry_after: in how many seconds it could fit at the earliest, with a part of chance, so
+        that those who are refused together do not come back together; none where trying again makes
+        no sense.
     """
 
     def __init__(
@@ -430,8 +472,11 @@ class BudgetExceeded(BudgetError):
         spent: int,
         reason: str,
         most: int,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
+        super().__init__(
+            budget, unit, requested, available, limit, reserved, spent, reason, most, retry_after
+        )
         self.budget = budget
         self.unit = unit
         self.requested = requested
@@ -441,6 +486,7 @@ class BudgetExceeded(BudgetError):
         self.spent = spent
         self.reason = reason
         self.most = most
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         why = _REASONS.get(self.reason, self.reason)
@@ -472,12 +518,14 @@ class OutboxFull(BudgetError):
 
     :param messages: how many waited when they were last counted.
     :param bound: the setting.
+    :param retry_after: in how many seconds it makes sense to try again, at the earliest.
     """
 
-    def __init__(self, messages: int, bound: int) -> None:
-        super().__init__(messages, bound)
+    def __init__(self, messages: int, bound: int, retry_after: float | None = None) -> None:
+        super().__init__(messages, bound, retry_after)
         self.messages = messages
         self.bound = bound
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return (

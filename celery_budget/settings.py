@@ -17,9 +17,12 @@ from celery_budget.core.reservations import Again
 from celery_budget.core.usage import MONEY
 from celery_budget.errors import ConfigurationError
 
-__all__ = ["PREFIX", "Settings"]
+__all__ = ["ANY_STAGE", "PREFIX", "Settings"]
 
 PREFIX = "budget_"
+
+#: Stands for all stages that are not named.
+ANY_STAGE = "*"
 
 #: How soon a rejected message comes again, in microseconds; doubled each time.
 REJECTED_US = 1_000_000
@@ -79,6 +82,8 @@ class Settings:
     :ivar money_unit: the unit of budgets in money: millionths of a dollar.
     :ivar prices: prices of models by their names, before those of the genai-prices package; each
         by that package's names, in dollars.
+    :ivar drift_ceilings: up to which ratio of actual to estimated an estimator is good enough, by
+        stage; ``*`` for all others. Above it reports advise to mend the estimator.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -106,6 +111,7 @@ class Settings:
     lock_seconds: float = 5.0
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
+    drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -244,6 +250,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         return _brokers(value)
     if name == "prices":
         return _prices(value)
+    if name == "drift_ceilings":
+        return _ceilings(value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     most = MOST_OF.get(name, MOST)
     if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
@@ -282,6 +290,23 @@ def _prices(value: Any) -> dict[str, dict[str, Decimal]]:
             raise ConfigurationError(f"{PREFIX}prices has {model!r}: {given!r}; {form}")
         prices[model] = {name: _price(model, name, one) for name, one in given.items()}
     return prices
+
+
+def _ceilings(value: Any) -> dict[str, float]:
+    """Return ceilings by stage as a copy, with that of all others where it is not given."""
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f"{PREFIX}drift_ceilings is no mapping of stages to ratios; give {{'STAGE': 1.2}}, "
+            f"with {ANY_STAGE!r} for all others"
+        )
+    for stage, ratio in value.items():
+        number = not isinstance(ratio, bool) and isinstance(ratio, (int, float))
+        if not isinstance(stage, str) or not number or not 0 < ratio <= MOST:
+            raise ConfigurationError(
+                f"{PREFIX}drift_ceilings has {ratio!r} for {stage!r}; give a stage and a number "
+                f"above 0, at most {MOST}"
+            )
+    return {ANY_STAGE: 1.5, **{stage: float(ratio) for stage, ratio in value.items()}}
 
 
 def _price(model: str, name: Any, value: Any) -> Decimal:

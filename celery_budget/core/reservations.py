@@ -17,6 +17,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
+from celery_budget.core.backpressure import Pace, spread, wait_seconds
 from celery_budget.core.budgets import check_own_name
 from celery_budget.core.retries import Keep
 from celery_budget.errors import BudgetExceeded, PolicyError
@@ -181,6 +182,7 @@ class Refused:
     :ivar reason: ``exhausted``, ``held``, ``blocked``, ``draining`` or ``closed``; see
         :class:`~celery_budget.BudgetExceeded`.
     :ivar most: up to what the request might have filled the budget.
+    :ivar pace: how soon it may have room; none where that was not looked at.
     """
 
     budget: str
@@ -191,9 +193,12 @@ class Refused:
     spent: int
     reason: str
     most: int
+    pace: Pace | None = field(default=None, compare=False)
 
     def error(self) -> BudgetExceeded:
-        """Return what the caller is told."""
+        """Return what the caller is told, with a time to come back that is its own."""
+        needed = self.requested - (self.most - self.reserved - self.spent)
+        wait = wait_seconds(self.reason, needed, self.requested > self.most, self.pace)
         return BudgetExceeded(
             self.budget,
             self.unit,
@@ -204,6 +209,7 @@ class Refused:
             self.spent,
             self.reason,
             self.most,
+            spread(wait),
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from celery_budget.core.amounts import check_amount
+from celery_budget.core.amounts import MAX_AMOUNT, check_amount
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import Fingerprint, fingerprint
 from celery_budget.core.policies import Evaluation, joined
@@ -21,6 +23,8 @@ class Terms:
 
     :ivar fingerprint: of the task and its bound arguments.
     :ivar deadline: when it is to be over, unless the call says so.
+    :ivar ask_shadows: asks the shadows of its estimator; what each would have promised, by name and
+        version. Asked where the call is admitted, and not for each look at its terms.
     """
 
     stage: str
@@ -29,6 +33,12 @@ class Terms:
     evaluation: Evaluation
     fingerprint: Fingerprint
     deadline: Deadline | None = None
+    ask_shadows: Callable[[], Mapping[str, int]] = field(default=dict, compare=False, repr=False)
+
+    def shadows(self) -> str | None:
+        """Return what its shadows would have promised, as JSON; none without any."""
+        asked = self.ask_shadows()
+        return json.dumps(asked, sort_keys=True) if asked else None
 
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
@@ -62,4 +72,18 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
             calls[0].evaluation.tenant,
         ),
         fingerprint=fingerprint(task_name, arguments),
+        ask_shadows=lambda: _summed_shadows(calls),
     )
+
+
+def _summed_shadows(calls: Sequence[Terms]) -> Mapping[str, int]:
+    """Return the sums of what all calls would have been promised; without what one was not."""
+    sums: Counter[str] = Counter()
+    answers = [call.ask_shadows() for call in calls]
+    for answer in answers:
+        sums.update(answer)
+    return {
+        key: amount
+        for key, amount in sums.items()
+        if amount <= MAX_AMOUNT and all(key in answer for answer in answers)
+    }

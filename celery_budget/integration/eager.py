@@ -254,6 +254,7 @@ def _request(
         estimator_version=terms.version,
         lines=terms.evaluation.lines,
         prices=terms.evaluation.prices,
+        shadows=terms.shadows(),
         opaque=terms.fingerprint.opaque,
         nesting=_nesting(task_id, options),
         retries=int(options.get("retries") or 0),

@@ -127,6 +127,7 @@ class Gate:
             lines=terms.evaluation.lines,
             prices=terms.evaluation.prices,
             tenant=terms.evaluation.tenant,
+            shadows=terms.shadows(),
             opaque=terms.fingerprint.opaque,
             nesting=int(message.headers.get("replaced_task_nesting") or 0),
             parent=self._parent(call),

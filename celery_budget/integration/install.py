@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from celery import Celery
@@ -11,8 +12,11 @@ from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import settlement, telling
+from celery_budget import admission, settlement, telling
+from celery_budget.core.backpressure import Outlook
+from celery_budget.core.estimators import Estimators, estimators
 from celery_budget.core.jobs import Job
+from celery_budget.core.policies import BudgetLine
 from celery_budget.core.reservations import Cancelling, Closed, Missing
 from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
 from celery_budget.integration import canvas, eager_canvas, jobs
@@ -24,6 +28,7 @@ from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
 from celery_budget.integration.ledger import Ledger
 from celery_budget.integration.results import BackendResults
+from celery_budget.integration.terms import lines_of_call
 from celery_budget.spool import Spool
 
 __all__ = ["CeleryBudget"]
@@ -59,6 +64,11 @@ class CeleryBudget(Ledger):
         super().__init__(app)
         install_on(app, self)
         self._install()
+
+    @property
+    def estimators(self) -> Estimators:
+        """The estimators that are registered in this process, for ``estimate="NAME"``."""
+        return estimators
 
     @cached_property
     def brokers(self) -> Brokers:
@@ -145,6 +155,36 @@ class CeleryBudget(Ledger):
         :raises Exception: what the task has raised; as the result backend does, where it fails.
         """
         return jobs.result(self, task_id, owner)
+
+    def would_admit(
+        self,
+        task: Any = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
+        finishing: bool = False,
+    ) -> Outlook:
+        """Tell whether a publication would be admitted now; nothing is changed and nothing locked.
+
+        ``budget.would_admit(draft, ("acme",))``: as true or false, with ``error`` (what the
+        publication would raise) and ``retry_after``. It holds nothing: by the time of the
+        publication another one may have been faster. What is not looked at is whether the request
+        was made before, which would be admitted whatever is left.
+
+        :param task: a task, its name, or the signature of a single task.
+        :param args: its arguments, as of ``apply_async``; of a signature what is added to its own.
+        :param kwargs: the same.
+        :param lines: instead of a task, amounts by budgets, or lines with constant estimates.
+        :param finishing: as of ``apply_async``.
+        :raises PolicyError, EstimateError, InvalidAmount, InvalidName: where it cannot be worked
+            out what is asked for.
+        :raises StoreError: where the ledger cannot be read.
+        """
+        asked = lines_of_call(self.app, task, args, kwargs or {}, lines)
+        if not asked:
+            return Outlook(True)
+        return admission.outlook(self.store, self.settings, asked, finishing)
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

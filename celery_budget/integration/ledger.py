@@ -19,6 +19,7 @@ from celery_budget import reconcile as shown
 from celery_budget.core import declarations
 from celery_budget.core.budgets import Balance, Budget, Limit, Share, check_text, parts_per_million
 from celery_budget.core.declarations import Change
+from celery_budget.core.estimates import checked_quantile
 from celery_budget.core.identity import new_id
 from celery_budget.core.lane_files import LaneChange, written_lanes
 from celery_budget.core.lanes import Lane
@@ -450,6 +451,27 @@ class Ledger:
         """Return balances, counts, drift and whether the ledger adds up."""
         return shown.report(self.store, self.settings)
 
+    def suggest(
+        self,
+        stage: str | None = None,
+        quantile: float | Decimal | str = "0.95",
+        since: datetime | timedelta | None = None,
+    ) -> tuple[shown.Suggestion, ...]:
+        """Suggest estimates by what was used, for each stage and unit.
+
+        Of the last thousand requests of a stage whose usage was measured those count that succeeded
+        at their first attempt. By nearest rank: a suggestion is what one of them used.
+
+        :param stage: of that one only.
+        :param quantile: for which share of the requests it is to be enough, above 0 and up to 1.
+        :param since: only by requests that ended since then, with a time zone, or within that time.
+        :raises InvalidAmount: for what is no such quantile.
+        :raises InvalidBudget: for an instant without a time zone.
+        """
+        share = checked_quantile(quantile)
+        since_us, lasting_us = _since(since)
+        return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
+
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""
         return shown.relays(self.store, self.settings)
@@ -468,6 +490,17 @@ class Ledger:
     def explain(self, some_id: str) -> list[shown.Story]:
         """Return the life of the requests with this task id, request id or reservation id."""
         return shown.explain(self.store, self.settings, some_id)
+
+
+def _since(since: Any) -> tuple[int | None, int | None]:
+    """Return since when, or for how long before now, in microseconds."""
+    if since is None or isinstance(since, timedelta):
+        return None, None if since is None else since // _MICROSECOND
+    if not isinstance(since, datetime) or since.utcoffset() is None:
+        raise InvalidBudget(
+            f"since= is {since!r}; give a datetime with a time zone, or a timedelta before now"
+        )
+    return max((since - _EPOCH) // _MICROSECOND, 0), None
 
 
 def _from_the_start(message: WireMessage) -> WireMessage:

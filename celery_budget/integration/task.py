@@ -20,6 +20,7 @@ from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
 from celery_budget.core.deadlines import Deadline
+from celery_budget.core.estimators import Estimator
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
@@ -29,6 +30,7 @@ from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.gated import GatedTask
+from celery_budget.integration.shadows import ask_shadows
 
 __all__ = [
     "BudgetedTask",
@@ -54,7 +56,7 @@ MARKS = "__budget_policies__"
 class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
-    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
+    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
     ``compensate``, ``fair_by`` and ``deadline``, as class attributes or as options of
     ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
@@ -84,7 +86,7 @@ class BudgetedTask(GatedTask):
             _plain(budget),
             _plain(estimate),
             cls.__dict__.get("stage", getattr(cls, "stage", None)),
-            str(getattr(cls, "estimate_version", "1")),
+            getattr(cls, "estimate_version", None),
             getattr(cls, "stop_at_hold", False),
             Retries(
                 getattr(cls, "max_attempts", None),
@@ -96,8 +98,9 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "lookup", None)),
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
-            _plain(inspect.getattr_static(cls, "fair_by", None)),
-            Deadline.given(getattr(cls, "deadline", None), cls.__name__),
+            fair_by=_plain(inspect.getattr_static(cls, "fair_by", None)),
+            deadline=Deadline.given(getattr(cls, "deadline", None), cls.__name__),
+            shadows=getattr(cls, "shadows", ()),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -114,10 +117,13 @@ class BudgetedTask(GatedTask):
         return Terms(
             policy.stage or self.name,
             policy.estimator,
-            policy.version,
+            policy.estimator_version,
             evaluation,
             fingerprint(self.name, evaluation.arguments),
             policy.deadline,
+            functools.partial(
+                ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
+            ),
         )
 
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
@@ -142,9 +148,10 @@ def budgeted(
     /,
     *,
     budget: Drawn | Sequence[Drawn | BudgetLine],
-    estimate: int | Callable[..., int] | None = None,
+    estimate: int | str | Callable[..., int] | None = None,
     stage: str | None = None,
-    estimate_version: str = "1",
+    estimate_version: str | None = None,
+    shadows: Sequence[str | Estimator] = (),
     stop_at_hold: bool = False,
     max_attempts: int | None = None,
     retry_within: float | None = None,
@@ -165,10 +172,15 @@ def budgeted(
         (``"tenant:{tenant}"``) or a callable of those it names. A list of those, or of
         :class:`~celery_budget.BudgetLine` where they differ in estimate or charge rule, draws on
         all of them or on none; the first is the request's owner.
-    :param estimate: the amount to reserve before dispatch, an integer in the budget's unit or a
-        callable of the arguments it names.
+    :param estimate: the amount to reserve before dispatch: an integer in the budget's unit, a
+        callable of the arguments it names, an :class:`~celery_budget.Estimator`, or the name of one
+        that is registered, with its version or without: ``"draft:2"``.
     :param stage: what reports group by; the task's name unless given.
-    :param estimate_version: tells versions of the estimator apart in reports.
+    :param estimate_version: tells versions of the estimator apart in reports; of a registered one,
+        which of its versions it is.
+    :param shadows: estimators, or names of registered ones, that are asked for each request as
+        well. What they would have promised is kept beside the estimate and shown in reports;
+        nothing is reserved by it, and where one fails nothing is kept of it.
     :param stop_at_hold: whether a record by which the task has used more than is reserved for it
         raises ``ReservationExhausted``, when it is made.
     :param max_attempts: how often one request runs in all: retries, and runs after a lost worker or
@@ -204,8 +216,9 @@ def budgeted(
         stop_at_hold,
         retries,
         losses,
-        fair_by,
-        Deadline.given(deadline, "a task"),
+        fair_by=fair_by,
+        deadline=Deadline.given(deadline, "a task"),
+        shadows=shadows,
     )
 
     def decorate(target: Any) -> Any:

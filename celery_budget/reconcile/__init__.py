@@ -3,11 +3,12 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
+from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
-from celery_budget.reconcile.reports import Drift, RelaySeen, Report, relays, report
+from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
     Grant,
@@ -37,6 +38,7 @@ __all__ = [
     "Report",
     "Standing",
     "Story",
+    "Suggestion",
     "Template",
     "balance_as_dict",
     "budget_as_dict",
@@ -55,5 +57,6 @@ __all__ = [
     "repair",
     "report",
     "standing",
+    "suggest",
     "templates",
 ]

@@ -34,7 +34,16 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import backlog, budgets, deadlines, declaring, levels, outbox, waiting
+from celery_budget.store import (
+    backlog,
+    budgets,
+    deadlines,
+    declaring,
+    levels,
+    outbox,
+    pace,
+    waiting,
+)
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
@@ -112,6 +121,7 @@ def reserve_many(
     _write(connection, root, trial.admitted, delivered_us)
     outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
+        outcomes = _with_paces(connection, root, outcomes)
         note_refusals(
             connection,
             root,
@@ -122,6 +132,23 @@ def reserve_many(
             ],
         )
     return outcomes
+
+
+def _with_paces(connection: Connection, root: str, outcomes: Sequence[Tried]) -> list[Tried]:
+    """Return outcomes, refusals with how soon their budgets may have room."""
+    short_of = {outcome.budget for outcome in outcomes if isinstance(outcome, Refused)}
+    if not short_of:
+        return list(outcomes)
+    found = pace.paces(connection, root, short_of)
+
+    def told(outcome: Tried) -> Tried:
+        if isinstance(outcome, Refused):
+            return replace(outcome, pace=found.get(outcome.budget))
+        if isinstance(outcome, Skipped) and isinstance(outcome.because, Refused):
+            return Skipped(told(outcome.because))
+        return outcome
+
+    return [told(outcome) for outcome in outcomes]
 
 
 def _by_unit(asked: Sequence[Asked], units: Sequence[int] | None) -> list[list[tuple[int, Asked]]]:

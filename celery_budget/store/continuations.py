@@ -292,6 +292,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         tenant=outbox.tenant_of(connection, row.root, reservation_id),
         prices=row.prices,
         deadline_us=row.deadline_us,
+        shadows=row.shadows,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.backpressure import OUTBOX_SECONDS, Pace, spread
 from celery_budget.core.draws import mixed
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
@@ -118,7 +119,7 @@ def error_of(outcome: Refused | Backlogged | Full | Unknown | Conflict | Skipped
     if isinstance(outcome, Refused):
         return outcome.error()
     if isinstance(outcome, Backlogged):
-        return OutboxFull(outcome.messages, outcome.bound)
+        return OutboxFull(outcome.messages, outcome.bound, spread(OUTBOX_SECONDS))
     if isinstance(outcome, Full):
         return QueueFull(
             outcome.lane, outcome.reason, outcome.weight, outcome.waiting, outcome.bound
@@ -133,7 +134,8 @@ def error_of(outcome: Refused | Backlogged | Full | Unknown | Conflict | Skipped
 
 
 _RESERVE = sa.text(
-    "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
+    "SELECT r.*, p.left_us, p.freed, p.span_us"
+    " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
     " CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
@@ -142,7 +144,9 @@ _RESERVE = sa.text(
     " CAST(:expires_us AS bigint), :queue,"
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
     " CAST(:within_us AS bigint),"
-    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms)"
+    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms) AS r"
+    # Of what is admitted there is no budget, and nothing is looked at.
+    " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true"
 )
 
 
@@ -213,6 +217,7 @@ def _reserve_postgresql(
             row.spent,
             row.outcome,
             row.most,
+            None if row.freed is None else Pace(row.left_us, row.freed, row.span_us),
         )
     return repeated(request, row)
 

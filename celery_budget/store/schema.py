@@ -139,6 +139,9 @@ IS_KEPT = "state = 'published' AND reservation_id IS NULL"
 IS_HELD = "state = 'held'"
 IS_RELEASED = "lane IS NOT NULL AND state IN ('due', 'published')"
 
+#: Of which requests it was measured what they used.
+IS_MEASURED = "state = 'settled' AND NOT unmetered"
+
 budgets = Table(
     "budget_budgets",
     metadata,
@@ -305,6 +308,8 @@ reservations = Table(
     ),
     Index("ix_budget_reservations_task", "root", "task_id"),
     Index("ix_budget_reservations_open", "root", "state", **_when("ended_us IS NULL")),
+    # What estimates are suggested by: the last of a stage.
+    Index("ix_budget_reservations_measured", "root", "stage", "ended_us", **_when(IS_MEASURED)),
     Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
 )
 

@@ -49,10 +49,18 @@ def upgrade() -> None:
         "budget_budgets", sa.Column("weight", sa.Integer, nullable=False, server_default="1")
     )
     _create_lanes()
+    measured = sa.text("state = 'settled' AND NOT unmetered")
+    op.create_index(
+        "ix_budget_reservations_measured",
+        "budget_reservations",
+        ["root", "stage", "ended_us"],
+        postgresql_where=measured,
+        sqlite_where=measured,
+    )
     if op.get_bind().dialect.name == "postgresql":
         for function in ("budget_reserve", "budget_backlog"):
             op.execute(f"DROP FUNCTION {function}")
-        for name in ("backlog_6.sql", "lane_full_6.sql", "reserve_6.sql"):
+        for name in ("backlog_6.sql", "lane_full_6.sql", "reserve_6.sql", "pace_6.sql"):
             _run(name)
 
 
@@ -120,11 +128,11 @@ def _run(name: str) -> None:
 
 def downgrade() -> None:
     if op.get_bind().dialect.name == "postgresql":
-        for function in ("budget_reserve", "budget_lane_full", "budget_lane_waiting"):
-            op.execute(f"DROP FUNCTION {function}")
-        op.execute("DROP FUNCTION budget_backlog")
+        for function in ("reserve", "lane_full", "lane_waiting", "pace", "backlog"):
+            op.execute(f"DROP FUNCTION budget_{function}")
         _run("backlog_3.sql")
         _run("reserve_4.sql")
+    op.drop_index("ix_budget_reservations_measured", "budget_reservations")
     # What a lane holds is published.
     op.execute("UPDATE budget_outbox SET state = 'due' WHERE state = 'held'")
     for name in INDEXES:
