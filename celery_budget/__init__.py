@@ -9,6 +9,7 @@ from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
 from celery_budget.core.prices import cost
+from celery_budget.core.reservations import GivenUp
 from celery_budget.errors import (
     AttemptLost,
     AttemptsSpent,
@@ -28,9 +29,11 @@ from celery_budget.errors import (
     KeyConflict,
     MissingExtra,
     NotInstalled,
+    NotParked,
     NotQuarantined,
     NotRunning,
     OutboxFull,
+    ParkingFull,
     PolicyError,
     RequestConflict,
     RequestEnding,
@@ -47,6 +50,7 @@ from celery_budget.errors import (
 from celery_budget.integration import usage
 from celery_budget.integration.effects import asettle, effect, settle
 from celery_budget.integration.install import CeleryBudget
+from celery_budget.integration.signals import park_expired
 from celery_budget.integration.task import BudgetedTask, budgeted
 
 __all__ = [
@@ -64,6 +68,7 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "GivenUp",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
@@ -74,9 +79,11 @@ __all__ = [
     "LostAttempt",
     "MissingExtra",
     "NotInstalled",
+    "NotParked",
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "ParkingFull",
     "Period",
     "PolicyError",
     "RequestConflict",
@@ -95,6 +102,7 @@ __all__ = [
     "budgeted",
     "cost",
     "effect",
+    "park_expired",
     "settle",
     "usage",
 ]

@@ -12,6 +12,7 @@ from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_own_name
 from celery_budget.core.calls import call, wanted
 from celery_budget.core.losses import Losses
+from celery_budget.core.parking import Parking
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.core.retries import Retries
@@ -89,6 +90,7 @@ class BudgetPolicy:
     :ivar stop_at_hold: whether the task is stopped where it has used more than is reserved for it.
     :ivar retries: how long it is tried.
     :ivar losses: what becomes of its lost attempts.
+    :ivar parking: what becomes of its calls that do not fit.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -104,6 +106,7 @@ class BudgetPolicy:
     stop_at_hold: bool = False
     retries: Retries = field(default_factory=Retries)
     losses: Losses = field(default_factory=Losses)
+    parking: Parking = field(default_factory=Parking)
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

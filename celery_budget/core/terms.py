@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.identity import Fingerprint, fingerprint
+from celery_budget.core.parking import Parking
 from celery_budget.core.policies import Evaluation, joined
 from celery_budget.core.reservations import Line
 from celery_budget.errors import PolicyError
@@ -19,6 +20,7 @@ class Terms:
     """A call's evaluation, and what reports know it by.
 
     :ivar fingerprint: of the task and its bound arguments.
+    :ivar parking: what becomes of it where it does not fit.
     """
 
     stage: str
@@ -26,14 +28,15 @@ class Terms:
     version: str
     evaluation: Evaluation
     fingerprint: Fingerprint
+    parking: Parking = field(default_factory=Parking)
 
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
     """Return the terms of a call of ``task_name`` that makes all of ``calls``, at least one.
 
     They draw on all the budgets that any of them names, in the order in which those are named
-    first; the owner is that of the first call. Stage, estimator and version are those of the first
-    call as well.
+    first; the owner is that of the first call. Stage, estimator, version and parking are those of
+    the first call as well.
 
     :param arguments: what the fingerprint is of, beside the task's name.
     :raises InvalidAmount: where a sum is too large.

@@ -11,9 +11,16 @@ from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import settlement, telling
+from celery_budget import reconcile, settlement, telling
 from celery_budget.core.reservations import Cancelling, Closed, Missing
-from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
+from celery_budget.errors import (
+    BudgetError,
+    NotInstalled,
+    NotParked,
+    PolicyError,
+    RequestRuns,
+    UnknownRequest,
+)
 from celery_budget.integration import canvas, eager_canvas
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
@@ -105,6 +112,17 @@ class CeleryBudget(Ledger):
             return "requested"
         telling.tell_task(self.store, self.settings.root, BackendResults(self.app).ended, task_id)
         return "ended"
+
+    def discard_parked(self, some_id: str) -> None:
+        """Cancel what is parked; see :meth:`cancel`. Its result says that it was cancelled.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotParked: where nothing with this id is parked.
+        """
+        found = reconcile.find_parked(self.store, self.settings, some_id)
+        if found is None:
+            raise NotParked(some_id)
+        self.cancel(found.task_id)
 
     def _terminate(self, task_id: str, node: str, signal: str) -> bool:
         """Have a worker kill the process that runs a task; return whether it says that it does."""

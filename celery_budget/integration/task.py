@@ -20,6 +20,7 @@ from celery.local import PromiseProxy, Proxy
 from celery_budget import metering
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
+from celery_budget.core.parking import Parking
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.retries import Retries
@@ -53,9 +54,9 @@ class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
-    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup`` and
-    ``compensate``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`.
+    ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
+    ``compensate``, ``on_refused`` and ``park_for``, as class attributes or as options of
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
     a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
@@ -94,6 +95,7 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "lookup", None)),
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
+            Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -113,6 +115,7 @@ class BudgetedTask(GatedTask):
             policy.version,
             evaluation,
             fingerprint(self.name, evaluation.arguments),
+            policy.parking,
         )
 
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
@@ -147,6 +150,8 @@ def budgeted(
     on_lost: str | None = None,
     lookup: Callable[[LostAttempt], Any] | None = None,
     compensate: Callable[[LostAttempt], object] | None = None,
+    on_refused: str | None = None,
+    park_for: float | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -179,12 +184,18 @@ def budgeted(
         tell, and is called again until ``budget_lookup_seconds`` are over.
     :param compensate: undoes, or reports, what a lost attempt may have done that no ``lookup`` has
         confirmed. It gets the same, and is called again where it raises.
+    :param on_refused: ``"park"`` where a call that does not fit waits for budget instead of raising
+        ``BudgetExceeded``; ``apply_async(on_refused=…)`` says otherwise for one call.
+    :param park_for: for how many seconds at most; ``budget_park_seconds`` unless given.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
     retries = Retries(max_attempts, retry_within, terminal)  # type: ignore[arg-type]
     losses = Losses(on_lost, lookup, compensate)
-    policy = BudgetPolicy(budget, estimate, stage, estimate_version, stop_at_hold, retries, losses)
+    parking = Parking(on_refused, park_for)
+    policy = BudgetPolicy(
+        budget, estimate, stage, estimate_version, stop_at_hold, retries, losses, parking
+    )
 
     def decorate(target: Any) -> Any:
         # type() and not isinstance(): a proxy claims the class of what it stands for, and would

@@ -19,12 +19,21 @@ from celery_budget.reconcile.standing import (
 )
 from celery_budget.reconcile.stories import Story, explain
 from celery_budget.reconcile.terms import balance_as_dict, budget_as_dict, change_as_dict
+from celery_budget.reconcile.waiting import (
+    ParkedRequest,
+    Queued,
+    find_parked,
+    parked,
+    queued,
+)
 
 __all__ = [
     "Drift",
     "Entry",
     "Grant",
+    "ParkedRequest",
     "Quarantined",
+    "Queued",
     "Reconciliation",
     "RelaySeen",
     "Report",
@@ -35,12 +44,15 @@ __all__ = [
     "budget_as_dict",
     "change_as_dict",
     "explain",
+    "find_parked",
     "find_quarantined",
     "fold",
     "grants",
     "journal",
+    "parked",
     "quarantine_is_full",
     "quarantined",
+    "queued",
     "reconcile",
     "relays",
     "repair",

@@ -6,10 +6,11 @@ One request on SQLite is a batch of one. The same decisions as those of the Post
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.core.budgets import most
 from celery_budget.core.draws import Draw, Level, decide, limits_in_force, short
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -24,6 +27,7 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Crowded,
     Refused,
     Reserved,
     ReserveRequest,
@@ -32,7 +36,7 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import backlog, budgets, declaring, levels, outbox
+from celery_budget.store import backlog, budgets, declaring, levels, outbox, parked
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
@@ -44,12 +48,15 @@ MOST_KEYS = 2000
 
 #: How budgets stand, and the names of those that a template could make.
 _Standing = tuple[dict[str, Level], set[str]]
+#: Of new requests what is parked, by key, and the budgets that something else goes ahead at.
+_Before = tuple[dict[tuple[str, str, int], Any], set[str]]
 #: Outcomes for which a batch that is all or none is none.
-TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged)
+TURNED_AWAY = (Refused, Crowded, Unknown, Conflict, Backlogged)
 
 __all__ = [
     "MOST_KEYS",
     "TURNED_AWAY",
+    "Parks",
     "columns_of",
     "first_unknown",
     "insert_lines",
@@ -64,6 +71,20 @@ Asked = tuple[ReserveRequest, WireMessage | None]
 RequestKey = tuple[str, str, int]
 
 
+@dataclass(frozen=True)
+class Parks:
+    """Which requests of a batch are parked where they do not fit.
+
+    :ivar numbers: those, counted from 0.
+    :ivar room: how many of them may be.
+    :ivar bound: how much may be parked in all.
+    """
+
+    numbers: frozenset[int] = frozenset()
+    room: int = 0
+    bound: int = 0
+
+
 def reserve_many(
     connection: Connection,
     root: str,
@@ -73,6 +94,8 @@ def reserve_many(
     delivered_us: int | None = None,
     note: bool = True,
     bound: int | None = None,
+    queues: bool = False,
+    parks: Parks | None = None,
 ) -> list[Tried]:
     """Admit requests of ``root`` in one transaction; what came of each, in their order.
 
@@ -88,6 +111,9 @@ def reserve_many(
     :param note: count refusals in the reports.
     :param bound: as for :func:`celery_budget.store.requests.reserve`; beyond it what is new is
         ``Backlogged``.
+    :param queues: as for :func:`celery_budget.store.requests.try_reserve`.
+    :param parks: which of them wait where they do not fit: they turn away nothing else, and are
+        ``Refused`` where the caller is to park them, or ``Crowded``.
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
     outbox.lock_orders(connection, root, [message for _, message in asked if message])
@@ -95,7 +121,10 @@ def reserve_many(
     waiting = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
     full = None if bound is None or waiting < bound else Backlogged(waiting, bound)
     standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
-    trial = _Trial(standing, found, {row.reservation_id for row in inserted}, full)
+    before = _before(connection, root, asked) if inserted and queues else ({}, set())
+    trial = _Trial(
+        standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
+    )
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
@@ -104,15 +133,13 @@ def reserve_many(
     _write(connection, root, trial.admitted, delivered_us)
     outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
-        note_refusals(
-            connection,
-            root,
-            [
-                (request, outcome)
-                for (request, _), outcome in zip(asked, outcomes, strict=True)
-                if isinstance(outcome, Refused)
-            ],
-        )
+        refused = []
+        for number, ((request, _), outcome) in enumerate(zip(asked, outcomes, strict=True)):
+            if isinstance(outcome, Crowded):
+                refused.append((request, outcome.refused))
+            elif isinstance(outcome, Refused) and number not in trial.parks.numbers:
+                refused.append((request, outcome))
+        note_refusals(connection, root, refused)
     return outcomes
 
 
@@ -137,6 +164,8 @@ class _Trial:
         found: dict[RequestKey, Any],
         new: set[uuid.UUID],
         full: Backlogged | None,
+        before: _Before,
+        parks: Parks,
     ) -> None:
         self.outcomes: dict[int, Tried] = {}
         self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
@@ -144,6 +173,9 @@ class _Trial:
         self._found = found
         self._new = new
         self._full = full
+        self._parked, self._ahead = before
+        self.parks = parks
+        self._may_park = parks.room
         self._turned: dict[RequestKey, Tried] = {}
         self._heads: dict[uuid.UUID, Tried] = {}
 
@@ -151,29 +183,41 @@ class _Trial:
         """Decide one unit: all of it, or none and nothing taken."""
         taken: list[tuple[Asked, tuple[Draw, ...]]] = []
         for number, one in unit:
-            self.outcomes[number] = self._decide_one(one, taken)
-        outcomes = [self.outcomes[number] for number, _ in unit]
+            outcome = self._decide_one(one, taken)
+            if isinstance(outcome, Refused) and number in self.parks.numbers:
+                outcome = self._crowded(outcome)
+            self.outcomes[number] = outcome
         # Left out here is what an earlier unit asked for as well, and was turned away with.
-        away = [outcome for outcome in outcomes if isinstance(outcome, (*TURNED_AWAY, Skipped))]
-        if not away:
+        if not any(self._is_away(number) for number, _ in unit):
             self.admitted.extend(taken)
             return
         for _, draws in taken:
             _take(self._known, draws, -1)
         self._tell_whole(unit, taken)
-        first = next(
-            self.outcomes[number]
-            for number, _ in unit
-            if isinstance(self.outcomes[number], (*TURNED_AWAY, Skipped))
-        )
+        first = next(self.outcomes[number] for number, _ in unit if self._is_away(number))
         skipped = Skipped(first.because if isinstance(first, Skipped) else first)
         dropped = {request.reservation_id for (request, _), _ in taken}
         self._turned.update((key_of(request), skipped) for (request, _), _ in taken)
         for number, _ in unit:
             outcome = self.outcomes[number]
             here = isinstance(outcome, (Reserved, AlreadyReserved))
-            if here and outcome.reservation_id in dropped:  # type: ignore[union-attr]
+            waits = isinstance(outcome, Refused) and number in self.parks.numbers
+            if waits or (here and outcome.reservation_id in dropped):  # type: ignore[union-attr]
                 self.outcomes[number] = skipped
+
+    def _is_away(self, number: int) -> bool:
+        """Tell whether an outcome turns away all of its unit; not what is to be parked."""
+        outcome = self.outcomes[number]
+        if isinstance(outcome, Refused):
+            return number not in self.parks.numbers
+        return isinstance(outcome, (*TURNED_AWAY, Skipped))
+
+    def _crowded(self, refused: Refused) -> Refused | Crowded:
+        """Return what becomes of one that is to be parked: it is, while there is room."""
+        if self._may_park <= 0:
+            return Crowded(refused, self.parks.bound)
+        self._may_park -= 1
+        return refused
 
     def _tell_whole(
         self, unit: list[tuple[int, Asked]], taken: list[tuple[Asked, tuple[Draw, ...]]]
@@ -188,7 +232,7 @@ class _Trial:
         refused = {
             key_of(request): outcome
             for number, (request, _) in unit
-            if isinstance(outcome := self.outcomes[number], Refused)
+            if isinstance(outcome := self.outcomes[number], Refused) and self._is_away(number)
         }
         for outcome in refused.values():
             asked[outcome.budget] += outcome.requested
@@ -223,13 +267,26 @@ class _Trial:
             return outcome
         # The first of its key; what follows it in this batch finds it.
         self._new.remove(existing.reservation_id)
-        decided = self._full or _decide(request, self._known, self._possible)
+        decided = self._decide_new(request)
         if not isinstance(decided, tuple):
             self._turned[key] = decided
             return decided
         taken.append((one, decided))
         _take(self._known, decided, 1)
         return outcome
+
+    def _decide_new(self, request: ReserveRequest) -> tuple[Draw, ...] | Tried:
+        known = self._parked.get(key_of(request))
+        if known is not None:
+            fingerprint = json.loads(known.request)["fingerprint"]
+            return parked.same(request, known.parked_id, fingerprint)
+        decided = self._full or _decide(request, self._known, self._possible)
+        if not isinstance(decided, tuple) or request.finishing:
+            return decided
+        for draw in decided:
+            if draw.budget in self._ahead:
+                return _queued(self._known, draw)
+        return decided
 
     def check_windows(self, root: str) -> None:
         """Check that what is drawn on has its windows.
@@ -244,6 +301,26 @@ class _Trial:
         ]
         if unopened:
             raise declaring.not_ready(root, unopened)
+
+
+def _before(connection: Connection, root: str, asked: Sequence[Asked]) -> _Before:
+    return parked.before(connection, root, [request for request, _ in asked])
+
+
+def _queued(known: dict[str, Level], draw: Draw) -> Refused:
+    """Return why a request waits that fits, where another goes ahead."""
+    level = known[draw.budget]
+    limit, _ = limits_in_force(known, draw.budget)[draw.budget]
+    return Refused(
+        draw.budget,
+        draw.unit,
+        draw.amount,
+        MAX_AMOUNT if limit is None else limit,
+        level.reserved,
+        level.spent,
+        "queued",
+        most(limit, level.soft_stop),
+    )
 
 
 def key_of(request: ReserveRequest) -> RequestKey:

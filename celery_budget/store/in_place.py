@@ -19,8 +19,10 @@ from celery_budget.core.reservations import (
     Claimed,
     Closed,
     Conflict,
+    Crowded,
     Ended,
     Outcome,
+    Parked,
     Refused,
     Released,
     Reserved,
@@ -40,7 +42,9 @@ from celery_budget.store.schema import outbox, reservations
 __all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start"]
 
 #: Why a request does not run now.
-NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped
+NotStarted = (
+    AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped | Parked | Crowded
+)
 
 RETRIED = Outcome("retried")
 
