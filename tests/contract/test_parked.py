@@ -141,7 +141,10 @@ def test_work_whose_id_is_taken_meanwhile_waits_until_it_is_over(funded: Ledger)
     funded.set("b", 5)
     request = park(funded)
     funded.set("b", 100)
-    other = funded.reserve(10, task_id=request.task_id, fingerprint="1:other")
+    other = funded.request(10, task_id=request.task_id, fingerprint="1:other")
+    with pytest.raises(RequestConflict):
+        funded.admit(other)
+    assert funded.admit(other, continuation=True) == Reserved(other.reservation_id)
     assert funded.sweep() == Swept(0, ())
     funded.put("parked", {"deadline_us": 1})
     assert funded.sweep() == Swept(0, ()), "the task's result is that of the other"
@@ -153,8 +156,9 @@ def test_work_that_was_admitted_meanwhile_is_not_admitted_twice(funded: Ledger) 
     funded.set("b", 5)
     request = park(funded)
     funded.set("b", 100)
-    funded.admit(replace(request, reservation_id=new_id()))
-    funded.sweep()
+    admitted = replace(request, reservation_id=new_id())
+    assert isinstance(funded.admit(admitted, continuation=True), Reserved)
+    assert funded.sweep() == Swept(1, ())
     assert funded.rows("parked") == []
     assert funded.balance() == (10, 0)
 
