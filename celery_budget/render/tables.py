@@ -143,7 +143,7 @@ def queued_table(queues: Sequence[Queued]) -> RenderableType:
         (literal(one.budget), number(one.requests), Text(f"{one.oldest_seconds:.0f} s"))
         for one in queues
     ]
-    return table_of(["waits for", "requests", "oldest"], rows, numbers=["requests", "oldest"])
+    return table_of(["budget", "parked", "oldest"], rows, numbers=["parked", "oldest"])
 
 
 def parked_table(waiting: Sequence[ParkedRequest]) -> RenderableType:
@@ -163,7 +163,7 @@ def parked_table(waiting: Sequence[ParkedRequest]) -> RenderableType:
         for one in waiting
     ]
     return table_of(
-        ["waits for", "since it is", "needs", "task", "owner", "since", "until"],
+        ["budget", "reason", "needs", "task", "owner", "since", "until"],
         rows,
         numbers=["needs"],
     )
