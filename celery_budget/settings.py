@@ -61,7 +61,7 @@ class Settings:
     :ivar max_quarantine: how much is kept in quarantine; beyond that requests that fail for good
         are not.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
-    :ivar sweep_seconds: how often recovery and parked work are looked at.
+    :ivar sweep_seconds: how often recovery is looked at, and parked work while there is none.
     :ivar republish_seconds: after this time a published message that was never started is looked
         for, and published again where it is lost; doubled each time it was.
     :ivar park_seconds: how long a parked request waits for budget.

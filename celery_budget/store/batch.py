@@ -18,9 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.amounts import MAX_AMOUNT
-from celery_budget.core.budgets import most
-from celery_budget.core.draws import Draw, Level, decide, limits_in_force, short
+from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
@@ -283,10 +281,7 @@ class _Trial:
         decided = self._full or _decide(request, self._known, self._possible)
         if not isinstance(decided, tuple) or request.finishing:
             return decided
-        for draw in decided:
-            if draw.budget in self._ahead:
-                return _queued(self._known, draw)
-        return decided
+        return queued(self._known, decided, self._ahead) or decided
 
     def check_windows(self, root: str) -> None:
         """Check that what is drawn on has its windows.
@@ -305,22 +300,6 @@ class _Trial:
 
 def _before(connection: Connection, root: str, asked: Sequence[Asked]) -> _Before:
     return parked.before(connection, root, [request for request, _ in asked])
-
-
-def _queued(known: dict[str, Level], draw: Draw) -> Refused:
-    """Return why a request waits that fits, where another goes ahead."""
-    level = known[draw.budget]
-    limit, _ = limits_in_force(known, draw.budget)[draw.budget]
-    return Refused(
-        draw.budget,
-        draw.unit,
-        draw.amount,
-        MAX_AMOUNT if limit is None else limit,
-        level.reserved,
-        level.spent,
-        "queued",
-        most(limit, level.soft_stop),
-    )
 
 
 def key_of(request: ReserveRequest) -> RequestKey:

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import chain
+from celery_budget.core.draws import chain, decide, queued
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
@@ -36,6 +36,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import advisory, outbox, parked, untold
 from celery_budget.store.batch import MOST_KEYS
+from celery_budget.store.levels import levels_of
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.requests import note_given_up, reserve, try_reserve
 from celery_budget.store.reservations import (
@@ -355,7 +356,9 @@ def try_parked(
     request, message = parked.request_of(row), outbox.message_of(row, row.due_us)
     refused: object = None
     if reservation_id is None:
-        refused = reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms)
+        refused = _kept_for_others(connection, row, request)
+        if refused is None:
+            refused = reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms)
     elif held is not None and held.state not in TERMINAL:
         refused = hold_next(connection, request)
         if refused is None:
@@ -366,6 +369,21 @@ def try_parked(
         return refused
     parked.unpark(connection, root, parked_id)
     return True
+
+
+def _kept_for_others(
+    connection: Connection, row: sa.Row[Any], request: ReserveRequest
+) -> Refused | None:
+    """Return why a parked request waits where another goes ahead, in the queue of another budget.
+
+    Those of its own come in their order anyway. Locks nothing.
+    """
+    ahead = parked.ahead(connection, row.root) - {row.budget}
+    if request.finishing or not ahead:
+        return None
+    known = levels_of(connection, row.root, [line.budget for line in request.lines])
+    decided = decide(request.lines, known, False) if known else ()
+    return decided if isinstance(decided, Refused) else queued(known, decided, ahead)
 
 
 def cancel(

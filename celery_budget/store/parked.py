@@ -22,7 +22,11 @@ from celery_budget.store.insert import insert_new
 from celery_budget.store.outbox import columns_of
 from celery_budget.store.schema import instant, now_us, parked, reservations
 
+#: How many requests are looked for by one statement.
+MOST_KEYS = 2000
+
 __all__ = [
+    "ahead",
     "before",
     "count",
     "drop",
@@ -177,29 +181,47 @@ def before(
     """Return what comes before new requests: those of them that are parked, and who goes ahead.
 
     By owner, request id and nesting the rows of the first; of the others the names of the budgets
-    that nothing else is admitted to. One SELECT; locks nothing.
+    that nothing else is admitted to. One SELECT for some thousand requests; locks nothing.
     """
-    same = sa.tuple_(parked.c.owner, parked.c.task_id, parked.c.nesting).in_(
-        sorted({(one.owner, one.task_id, one.nesting) for one in requests})
-    )
-    ahead = sa.and_(parked.c.ahead_us.is_not(None), parked.c.ahead_us > instant())
-    rows = connection.execute(
-        sa.select(
-            parked.c.parked_id,
-            parked.c.owner,
-            parked.c.request_id,
-            parked.c.task_id,
-            parked.c.nesting,
-            parked.c.request,
-            parked.c.budget,
-            sa.func.coalesce(ahead, sa.false()).label("ahead"),
-            sa.and_(same, parked.c.reservation_id.is_(None)).label("same"),
-        ).where(
-            parked.c.root == root, sa.or_(sa.and_(same, parked.c.reservation_id.is_(None)), ahead)
+    wanted = sorted({(one.owner, one.task_id, one.nesting) for one in requests})
+    goes_ahead = sa.and_(parked.c.ahead_us.is_not(None), parked.c.ahead_us > instant())
+    known: dict[tuple[str, str, int], sa.Row[Any]] = {}
+    budgets: set[str] = set()
+    for page in range(0, len(wanted), MOST_KEYS):
+        some = wanted[page : page + MOST_KEYS]
+        keys = set(some)
+        key = sa.tuple_(parked.c.owner, parked.c.task_id, parked.c.nesting)
+        rows = connection.execute(
+            sa.select(
+                parked.c.parked_id,
+                parked.c.reservation_id,
+                parked.c.owner,
+                parked.c.request_id,
+                parked.c.task_id,
+                parked.c.nesting,
+                parked.c.request,
+                parked.c.budget,
+                sa.func.coalesce(goes_ahead, sa.false()).label("ahead"),
+            ).where(parked.c.root == root, sa.or_(key.in_(some), goes_ahead))
+        ).all()
+        budgets.update(row.budget for row in rows if row.ahead)
+        known.update(
+            ((row.owner, row.request_id, row.nesting), row)
+            for row in rows
+            # Of what goes ahead some are others.
+            if row.reservation_id is None and (row.owner, row.task_id, row.nesting) in keys
         )
-    ).all()
-    known = {(row.owner, row.request_id, row.nesting): row for row in rows if row.same}
-    return known, {row.budget for row in rows if row.ahead}
+    return known, budgets
+
+
+def ahead(connection: Connection, root: str) -> set[str]:
+    """Return the budgets that nothing is admitted to but what goes ahead. Locks nothing."""
+    rows = connection.execute(
+        sa.select(parked.c.budget).where(
+            parked.c.root == root, parked.c.ahead_us.is_not(None), parked.c.ahead_us > instant()
+        )
+    )
+    return set(rows.scalars())
 
 
 def same(request: ReserveRequest, parked_id: uuid.UUID, fingerprint: str) -> Parked | Conflict:

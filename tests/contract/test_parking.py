@@ -254,6 +254,25 @@ def test_a_small_one_passes_a_large_one_for_a_while_only(funded: Ledger) -> None
     funded.reserve(10)
 
 
+def test_what_waits_for_another_budget_passes_nothing_that_goes_ahead(ledger: Ledger) -> None:
+    ledger.set("p", 100)
+    ledger.set("a", 5, parent="p")
+    ledger.set("c", 1000, parent="p")
+    holder = ledger.reserve(50, budget="c")
+    large = park(ledger, 60, budget="c")
+    ledger.put("parked", {"created_us": AGES_AGO})
+    small = park(ledger, budget="a")
+    assert ledger.sweep().admitted == 0
+    ledger.set("a", 100)
+    assert ledger.sweep().admitted == 0
+    assert {(row.budget, row.reason) for row in ledger.rows("parked")} == {
+        ("p", "held"), ("p", "queued"),
+    }  # fmt: skip
+    settlement.revoke(ledger.store, ledger.root, holder.reservation_id, "cancelled")
+    assert ledger.sweep().admitted == 2
+    assert (ledger.state(large), ledger.state(small)) == ("reserved", "reserved")
+
+
 def test_nothing_is_kept_free_for_longer_than_a_sweep_that_runs(funded: Ledger) -> None:
     funded.reserve(50)
     park(
