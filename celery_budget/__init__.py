@@ -12,6 +12,7 @@ from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
 from celery_budget.core.prices import cost
+from celery_budget.core.reservations import GivenUp
 from celery_budget.errors import (
     AttemptLost,
     AttemptsSpent,
@@ -34,9 +35,11 @@ from celery_budget.errors import (
     KeyConflict,
     MissingExtra,
     NotInstalled,
+    NotParked,
     NotQuarantined,
     NotRunning,
     OutboxFull,
+    ParkingFull,
     PolicyError,
     QueueFull,
     RequestConflict,
@@ -57,6 +60,7 @@ from celery_budget.errors import (
 from celery_budget.integration import usage
 from celery_budget.integration.effects import asettle, effect, settle
 from celery_budget.integration.install import CeleryBudget
+from celery_budget.integration.signals import park_expired
 from celery_budget.integration.task import BudgetedTask, budgeted
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "EstimateError",
     "EstimateOutOfBounds",
     "Estimator",
+    "GivenUp",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
@@ -90,9 +95,11 @@ __all__ = [
     "LostAttempt",
     "MissingExtra",
     "NotInstalled",
+    "NotParked",
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "ParkingFull",
     "Period",
     "PolicyError",
     "QueueFull",
@@ -116,6 +123,7 @@ __all__ = [
     "cost",
     "effect",
     "estimator",
+    "park_expired",
     "settle",
     "usage",
 ]

@@ -30,9 +30,11 @@ __all__ = [
     "KeyConflict",
     "MissingExtra",
     "NotInstalled",
+    "NotParked",
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "ParkingFull",
     "PolicyError",
     "QueueFull",
     "RequestConflict",
@@ -292,6 +294,23 @@ class NotQuarantined(BudgetError, LookupError):
         )
 
 
+class NotParked(BudgetError, LookupError):
+    """Nothing with this id is parked. Nothing was changed.
+
+    :param some_id: the id that was looked for.
+    """
+
+    def __init__(self, some_id: str) -> None:
+        super().__init__(some_id)
+        self.some_id = some_id
+
+    def __str__(self) -> str:
+        return (
+            f"nothing {self.some_id!r} is parked; see 'celery -A PROJ budget parked list', and "
+            f"'celery -A PROJ budget explain {shlex.quote(self.some_id)}' for what became of it"
+        )
+
+
 class RequestEnding(BudgetError):
     """A request that failed cannot run again yet: its result is still to be stored.
 
@@ -453,7 +472,8 @@ class BudgetExceeded(BudgetError):
     :param reserved: held by requests that have not ended yet.
     :param spent: used for good.
     :param reason: ``exhausted`` (what is spent leaves no room), ``held`` (it would fit if what is
-        held came back), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
+        held came back), ``queued`` (there is room, and a request that was parked before goes
+        ahead), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
     :param most: up to which total of reserved and spent this request could have filled the budget:
         the limit, or the part of it at which its soft or hard stop is.
     :param retry_after: in how many seconds it could fit at the earliest, with a part of chance, so
@@ -507,10 +527,43 @@ class BudgetExceeded(BudgetError):
 _REASONS = {
     "exhausted": "is exhausted",
     "held": "is held by requests that have not ended",
+    "queued": "is kept for a request that has waited for longer",
     "blocked": "is blocked by its limit",
     "draining": "is draining and takes nothing new",
     "closed": "is closed",
 }
+
+
+class ParkingFull(BudgetExceeded):
+    """A request does not fit a budget, and as much is parked as ``budget_max_parked`` allows.
+
+    It is not parked; nothing was changed. Its attributes are those of :class:`BudgetExceeded`.
+
+    :param bound: the setting.
+    """
+
+    def __init__(
+        self,
+        budget: str,
+        unit: str,
+        requested: int,
+        available: int,
+        limit: int,
+        reserved: int,
+        spent: int,
+        reason: str,
+        most: int,
+        bound: int,
+    ) -> None:
+        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
+        self.args = (*self.args, bound)
+        self.bound = bound
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}; it was not parked, since budget_max_parked ({self.bound}) "
+            "requests are: see 'celery -A PROJ budget parked list'"
+        )
 
 
 class OutboxFull(BudgetError):

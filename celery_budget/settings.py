@@ -64,10 +64,14 @@ class Settings:
     :ivar max_quarantine: how much is kept in quarantine; beyond that requests that fail for good
         are not.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
-    :ivar sweep_seconds: how often recovery and parked work are looked at.
+    :ivar sweep_seconds: how often recovery is looked at, and parked work while there is none.
     :ivar republish_seconds: after this time a published message that was never started is looked
         for, and published again where it is lost; doubled each time it was.
     :ivar park_seconds: how long a parked request waits for budget.
+    :ivar max_parked: how much may be parked; beyond that new requests are refused. What continues
+        running work is parked all the same.
+    :ivar overtake_seconds: for how long a parked request is passed by others that fit; after that
+        it goes ahead of them.
     :ivar effect_retention_seconds: how long the proofs of a request's effects are kept after its
         end; at least as long as any message of it may still come.
     :ivar lookup_seconds: for how long a task is asked what became of a lost attempt, and for as
@@ -103,6 +107,8 @@ class Settings:
     sweep_seconds: float = 1.0
     republish_seconds: float = 300.0
     park_seconds: float = 86_400.0
+    max_parked: int = 10_000
+    overtake_seconds: float = 60.0
     effect_retention_seconds: float = 604_800.0
     lookup_seconds: float = 3600.0
     outcome_bytes: int = 1_048_576
@@ -143,6 +149,11 @@ class Settings:
     def park_us(self) -> int:
         """:attr:`park_seconds` in microseconds."""
         return int(self.park_seconds * 1_000_000)
+
+    @property
+    def overtake_us(self) -> int:
+        """:attr:`overtake_seconds` in microseconds."""
+        return int(self.overtake_seconds * 1_000_000)
 
     @property
     def publish_us(self) -> int:

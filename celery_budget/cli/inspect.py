@@ -18,7 +18,7 @@ from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import report_view, suggestions_table, verdict
+from celery_budget.render.tables import queued_table, report_view, suggestions_table, verdict
 from celery_budget.render.text import literal, number
 
 __all__ = ["explain", "journal", "list_", "reconcile", "report", "show", "suggest"]
@@ -28,7 +28,7 @@ __all__ = ["explain", "journal", "list_", "reconcile", "report", "show", "sugges
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, as_json: bool) -> None:
-    """List all budgets with their balances, each beneath its parent; then templates.
+    """List all budgets with balances, each beneath its parent; then templates, and what waits.
 
     \b
     Examples:
@@ -37,14 +37,17 @@ def list_(ctx: click.Context, as_json: bool) -> None:
     """
     installed = installed_of(ctx)
     balances, templates = installed.balances(), installed.templates()
+    queued = installed.queued()
     if as_json:
         document = {
             "budgets": [balance_as_dict(balance) for balance in balances],
             "templates": [template.as_dict() for template in templates],
+            "parked": [one.as_dict() for one in queued],
         }
         print_out(ctx, document)
     else:
-        print_out(ctx, budgets_view(balances, templates))
+        view = budgets_view(balances, templates)
+        print_out(ctx, Group(view, Text(), queued_table(queued)) if queued else view)
 
 
 @budget.command(cls=CeleryCommand)

@@ -14,6 +14,7 @@ from celery_budget.core.calls import call, wanted
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.estimators import Estimator, estimators, is_reference, is_thrown_in
 from celery_budget.core.losses import Losses
+from celery_budget.core.parking import Parking
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.core.retries import Retries
@@ -99,6 +100,7 @@ class BudgetPolicy:
     :ivar fair_by: whose share of a lane it counts to, as a name, a template or a callable; none for
         the budget's that is named first.
     :ivar deadline: when each call of it is to be over.
+    :ivar parking: what becomes of its calls that do not fit.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -117,6 +119,7 @@ class BudgetPolicy:
     fair_by: str | ByArguments | None = None
     deadline: Deadline | None = None
     shadows: Sequence[str | Estimator] = ()
+    parking: Parking = field(default_factory=Parking)
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

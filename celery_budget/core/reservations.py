@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from celery_budget.core.backpressure import Pace, spread, wait_seconds
 from celery_budget.core.budgets import check_own_name
 from celery_budget.core.retries import Keep
-from celery_budget.errors import BudgetExceeded, PolicyError
+from celery_budget.errors import BudgetExceeded, ParkingFull, PolicyError
 
 __all__ = [
     "CHARGES",
@@ -38,10 +38,12 @@ __all__ = [
     "Claimed",
     "Closed",
     "Conflict",
+    "Crowded",
     "Ended",
     "Exceeded",
     "Extended",
     "Full",
+    "GivenUp",
     "Happened",
     "Line",
     "Missing",
@@ -120,6 +122,8 @@ class ReserveRequest:
     :ivar shadows: what other versions of its estimator would have promised, by their versions, as
         JSON; none for none.
     :ivar tenant: whose share of a lane it counts to; the owner's unless given.
+    :ivar parks: whether it waits where it does not fit, if it is new; what goes on always does.
+    :ivar park_us: for how many microseconds it waits at most; none for the setting's.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -147,6 +151,8 @@ class ReserveRequest:
     within_us: int | None = None
     shadows: str | None = None
     tenant: str | None = None
+    parks: bool = False
+    park_us: int | None = None
 
     @property
     def weight(self) -> int:
@@ -179,7 +185,7 @@ class AlreadyReserved:
 class Refused:
     """A budget was short; nothing was changed. Amounts as seen when it was refused.
 
-    :ivar reason: ``exhausted``, ``held``, ``blocked``, ``draining`` or ``closed``; see
+    :ivar reason: ``exhausted``, ``held``, ``queued``, ``blocked``, ``draining`` or ``closed``; see
         :class:`~celery_budget.BudgetExceeded`.
     :ivar most: up to what the request might have filled the budget.
     :ivar pace: how soon it may have room; none where that was not looked at.
@@ -215,9 +221,55 @@ class Refused:
 
 @dataclass(frozen=True)
 class Parked:
-    """The request waits for budget and holds nothing new."""
+    """The request waits for budget and holds nothing new, now or as it was parked before."""
 
     parked_id: uuid.UUID
+
+
+@dataclass(frozen=True)
+class Crowded:
+    """The request did not fit, and as much is parked already as may be; nothing was changed.
+
+    :ivar refused: what it was refused with.
+    :ivar bound: how much may be parked.
+    """
+
+    refused: Refused
+    bound: int
+
+    def error(self) -> ParkingFull:
+        """Return what the caller is told."""
+        one = self.refused.error()
+        return ParkingFull(
+            one.budget,
+            one.unit,
+            one.requested,
+            one.available,
+            one.limit,
+            one.reserved,
+            one.spent,
+            one.reason,
+            one.most,
+            self.bound,
+        )
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Parked work whose time was over before its budget came back.
+
+    :ivar budget: the budget that was short.
+    :ivar amount: how much more it needed of that.
+    :ivar since_us: when it was parked, in microseconds since the epoch.
+    """
+
+    task_id: str
+    task_name: str
+    owner: str
+    request_id: str
+    budget: str
+    amount: int
+    since_us: int
 
 
 Admitted = Reserved | AlreadyReserved | Refused | Parked
@@ -272,7 +324,18 @@ class Skipped:
 
 
 #: What comes of one of several requests that are admitted together.
-Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Full | Skipped
+Tried = (
+    Reserved
+    | AlreadyReserved
+    | Parked
+    | Refused
+    | Crowded
+    | Unknown
+    | Conflict
+    | Backlogged
+    | Full
+    | Skipped
+)
 
 
 @dataclass(frozen=True)

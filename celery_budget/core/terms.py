@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from celery_budget.core.amounts import MAX_AMOUNT, check_amount
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import Fingerprint, fingerprint
+from celery_budget.core.parking import Parking
 from celery_budget.core.policies import Evaluation, joined
 from celery_budget.core.reservations import Line
 from celery_budget.errors import PolicyError
@@ -25,6 +26,7 @@ class Terms:
     :ivar deadline: when it is to be over, unless the call says so.
     :ivar ask_shadows: asks the shadows of its estimator; what each would have promised, by name and
         version. Asked where the call is admitted, and not for each look at its terms.
+    :ivar parking: what becomes of it where it does not fit.
     """
 
     stage: str
@@ -40,13 +42,15 @@ class Terms:
         asked = self.ask_shadows()
         return json.dumps(asked, sort_keys=True) if asked else None
 
+    parking: Parking = field(default_factory=Parking)
+
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
     """Return the terms of a call of ``task_name`` that makes all of ``calls``, at least one.
 
     They draw on all the budgets that any of them names, in the order in which those are named
-    first; the owner is that of the first call. Stage, estimator, version and tenant are those of
-    the first call as well.
+    first; the owner is that of the first call. Stage, estimator, version, tenant, deadline and
+    parking are those of the first call as well.
 
     :param arguments: what the fingerprint is of, beside the task's name.
     :raises InvalidAmount: where a sum is too large.

@@ -12,13 +12,20 @@ from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import admission, settlement, telling
+from celery_budget import admission, reconcile, settlement, telling
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.estimators import Estimators, estimators
 from celery_budget.core.jobs import Job
 from celery_budget.core.policies import BudgetLine
 from celery_budget.core.reservations import Cancelling, Closed, Missing
-from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
+from celery_budget.errors import (
+    BudgetError,
+    NotInstalled,
+    NotParked,
+    PolicyError,
+    RequestRuns,
+    UnknownRequest,
+)
 from celery_budget.integration import canvas, eager_canvas, jobs
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
@@ -116,6 +123,17 @@ class CeleryBudget(Ledger):
             return "requested"
         telling.tell_task(self.store, self.settings.root, BackendResults(self.app).ended, task_id)
         return "ended"
+
+    def discard_parked(self, some_id: str) -> None:
+        """Cancel what is parked; see :meth:`cancel`. Its result says that it was cancelled.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotParked: where nothing with this id is parked.
+        """
+        found = reconcile.find_parked(self.store, self.settings, some_id)
+        if found is None:
+            raise NotParked(some_id)
+        self.cancel(found.task_id)
 
     def _terminate(self, task_id: str, node: str, signal: str) -> bool:
         """Have a worker kill the process that runs a task; return whether it says that it does."""

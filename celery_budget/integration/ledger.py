@@ -447,6 +447,16 @@ class Ledger:
         if not self.store.run(quarantine.discard, self.settings.root, some_id):
             raise NotQuarantined(some_id)
 
+    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
+        return shown.parked(self.store, self.settings, limit)
+
+    def queued(self) -> tuple[shown.Queued, ...]:
+        """Return for each budget that anything waits for how much, and for how long."""
+        return shown.queued(self.store, self.settings)
+
     def report(self) -> shown.Report:
         """Return balances, counts, drift and whether the ledger adds up."""
         return shown.report(self.store, self.settings)

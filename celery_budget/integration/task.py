@@ -23,6 +23,7 @@ from celery_budget.core.deadlines import Deadline
 from celery_budget.core.estimators import Estimator
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
+from celery_budget.core.parking import Parking
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.retries import Retries
@@ -58,9 +59,9 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate``, ``fair_by`` and ``deadline``, as class attributes or as options of
-    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
-    Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
+    ``compensate``, ``fair_by``, ``deadline``, ``on_refused`` and ``park_for``, as class attributes
+    or as options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to
+    :func:`budgeted`. Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
     a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
     error when it is first used, and when a worker starts.
@@ -101,6 +102,7 @@ class BudgetedTask(GatedTask):
             fair_by=_plain(inspect.getattr_static(cls, "fair_by", None)),
             deadline=Deadline.given(getattr(cls, "deadline", None), cls.__name__),
             shadows=getattr(cls, "shadows", ()),
+            parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -120,8 +122,9 @@ class BudgetedTask(GatedTask):
             policy.estimator_version,
             evaluation,
             fingerprint(self.name, evaluation.arguments),
-            policy.deadline,
-            functools.partial(
+            deadline=policy.deadline,
+            parking=policy.parking,
+            ask_shadows=functools.partial(
                 ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
             ),
         )
@@ -161,6 +164,8 @@ def budgeted(
     compensate: Callable[[LostAttempt], object] | None = None,
     fair_by: Drawn | None = None,
     deadline: float | datetime | None = None,
+    on_refused: str | None = None,
+    park_for: float | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -203,6 +208,9 @@ def budgeted(
     :param deadline: when all of a request is to be over, its waiting, attempts and retries
         together: seconds from its call, or a datetime with a time zone. The call's own
         ``deadline=`` counts before it.
+    :param on_refused: ``"park"`` where a call that does not fit waits for budget instead of raising
+        ``BudgetExceeded``; ``apply_async(on_refused=…)`` says otherwise for one call.
+    :param park_for: for how many seconds at most; ``budget_park_seconds`` unless given.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -219,6 +227,7 @@ def budgeted(
         fair_by=fair_by,
         deadline=Deadline.given(deadline, "a task"),
         shadows=shadows,
+        parking=Parking(on_refused, park_for),
     )
 
     def decorate(target: Any) -> Any:

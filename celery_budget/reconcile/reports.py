@@ -10,6 +10,7 @@ from celery_budget.core.budgets import Balance
 from celery_budget.reconcile.estimates import Drift, drifts
 from celery_budget.reconcile.proof import Reconciliation, prove
 from celery_budget.reconcile.terms import balance_as_dict
+from celery_budget.reconcile.waiting import Queued, queued_in
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, budgets, reports
 from celery_budget.store import quarantine as isolated
@@ -48,6 +49,7 @@ class Report:
         many are in each state and carry each flag.
     :ivar quarantine: how many messages are in quarantine, by reason; no reason without any.
     :ivar quarantine_bound: how many may be; none where that was not asked for.
+    :ivar parked: how much waits for each budget that anything waits for.
     """
 
     balances: tuple[Balance, ...]
@@ -57,6 +59,7 @@ class Report:
     reconciliation: Reconciliation
     quarantine: dict[str, int] = field(default_factory=dict)
     quarantine_bound: int | None = None
+    parked: tuple[Queued, ...] = ()
 
     @property
     def quarantine_full(self) -> bool:
@@ -73,6 +76,7 @@ class Report:
             "relays": [relay.as_dict() for relay in self.relays],
             "quarantine": self.quarantine,
             "quarantine_full": self.quarantine_full,
+            "parked": [queued.as_dict() for queued in self.parked],
             "reconciliation": self.reconciliation.as_dict(),
         }
 
@@ -110,6 +114,7 @@ def _report(
         prove(connection, root),
         isolated.count_by_reason(connection, root),
         quarantine_bound,
+        queued_in(connection, root),
     )
 
 

@@ -10,7 +10,9 @@ from rich.text import Text
 
 from celery_budget.reconcile import (
     Drift,
+    ParkedRequest,
     Quarantined,
+    Queued,
     Reconciliation,
     RelaySeen,
     Report,
@@ -25,9 +27,11 @@ __all__ = [
     "MEANING",
     "counts_table",
     "drift_table",
+    "parked_table",
     "quarantine_counts",
     "quarantine_facts",
     "quarantine_table",
+    "queued_table",
     "relays_table",
     "report_view",
     "suggestions_table",
@@ -174,6 +178,38 @@ def _drift_mark(drift: Drift) -> str:
     return ", ".join(marks)
 
 
+def queued_table(queues: Sequence[Queued]) -> RenderableType:
+    """How much waits for each budget, and for how long the oldest."""
+    rows = [
+        (literal(one.budget), number(one.requests), Text(f"{one.oldest_seconds:.0f} s"))
+        for one in queues
+    ]
+    return table_of(["budget", "parked", "oldest"], rows, numbers=["parked", "oldest"])
+
+
+def parked_table(waiting: Sequence[ParkedRequest]) -> RenderableType:
+    """What waits for budget, one by one."""
+    if not waiting:
+        return Text("Nothing waits for budget.")
+    rows = [
+        (
+            literal(one.budget),
+            literal(one.reason),
+            number(one.amount),
+            literal(f"{one.task_name}[{one.task_id}]"),
+            literal(one.owner),
+            moment(one.created_us),
+            moment(one.deadline_us),
+        )
+        for one in waiting
+    ]
+    return table_of(
+        ["budget", "reason", "needs", "task", "owner", "since", "until"],
+        rows,
+        numbers=["needs"],
+    )
+
+
 def relays_table(relays: Sequence[RelaySeen]) -> RenderableType:
     """The relays of a ledger; marked where one has not been seen for a while."""
     if not relays:
@@ -304,10 +340,12 @@ def _plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def report_view(report: Report) -> RenderableType:
-    """Balances, counts, drift, relays, quarantine and the verdict."""
+    """Balances, counts, what waits, drift, relays, quarantine and the verdict."""
+    waits = [_titled("Parked", queued_table(report.parked))] if report.parked else []
     return Group(
         _titled("Budgets", balances_table(report.balances)),
         _titled("Requests", counts_table(report.counts)),
+        *waits,
         _titled("Estimated and actual", drift_table(report.drift)),
         _titled("Relays", relays_table(report.relays)),
         _titled("Quarantine", quarantine_counts(report.quarantine, report.quarantine_full)),

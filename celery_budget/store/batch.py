@@ -6,10 +6,11 @@ One request on SQLite is a batch of one. The same decisions as those of the Post
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import Draw, Level, decide, limits_in_force, short
+from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
 from celery_budget.core.lanes import Load
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -25,6 +26,7 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Crowded,
     Full,
     Refused,
     Reserved,
@@ -42,6 +44,7 @@ from celery_budget.store import (
     levels,
     outbox,
     pace,
+    parked,
     waiting,
 )
 from celery_budget.store.balances import Key, Move, lock_balances, move
@@ -55,12 +58,15 @@ MOST_KEYS = 2000
 
 #: How budgets stand, and the names of those that a template could make.
 _Standing = tuple[dict[str, Level], set[str]]
+#: Of new requests what is parked, by key, and the budgets that something else goes ahead at.
+_Before = tuple[dict[tuple[str, str, int], Any], set[str]]
 #: Outcomes for which a batch that is all or none is none.
-TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged, Full)
+TURNED_AWAY = (Refused, Crowded, Unknown, Conflict, Backlogged, Full)
 
 __all__ = [
     "MOST_KEYS",
     "TURNED_AWAY",
+    "Parks",
     "columns_of",
     "first_unknown",
     "insert_lines",
@@ -75,6 +81,20 @@ Asked = tuple[ReserveRequest, WireMessage | None]
 RequestKey = tuple[str, str, int]
 
 
+@dataclass(frozen=True)
+class Parks:
+    """Which requests of a batch are parked where they do not fit.
+
+    :ivar numbers: those, counted from 0.
+    :ivar room: how many of them may be.
+    :ivar bound: how much may be parked in all.
+    """
+
+    numbers: frozenset[int] = frozenset()
+    room: int = 0
+    bound: int = 0
+
+
 def reserve_many(
     connection: Connection,
     root: str,
@@ -84,6 +104,8 @@ def reserve_many(
     delivered_us: int | None = None,
     note: bool = True,
     bound: int | None = None,
+    queues: bool = False,
+    parks: Parks | None = None,
 ) -> list[Tried]:
     """Admit requests of ``root`` in one transaction; what came of each, in their order.
 
@@ -99,6 +121,9 @@ def reserve_many(
     :param note: count refusals in the reports.
     :param bound: as for :func:`celery_budget.store.requests.reserve`; beyond it what is new is
         ``Backlogged``.
+    :param queues: as for :func:`celery_budget.store.requests.try_reserve`.
+    :param parks: which of them wait where they do not fit: they turn away nothing else, and are
+        ``Refused`` where the caller is to park them, or ``Crowded``.
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
     outbox.lock_orders(connection, root, [message for _, message in asked if message])
@@ -109,10 +134,13 @@ def reserve_many(
     full = None if bound is None or many < bound else Backlogged(many, bound)
     # Nothing more is asked where no lane was ever made.
     bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
-    queues = {message.queue for _, message in asked if message} if bounded else set()
+    fed = {message.queue for _, message in asked if message} if bounded else set()
     standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
-    trial = _Trial(standing, found, {row.reservation_id for row in inserted}, full)
-    trial.fed = waiting.fed(connection, root, queues)
+    before = _before(connection, root, asked) if inserted and queues else ({}, set())
+    trial = _Trial(
+        standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
+    )
+    trial.fed = waiting.fed(connection, root, fed)
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
@@ -122,15 +150,13 @@ def reserve_many(
     outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
         outcomes = _with_paces(connection, root, outcomes)
-        note_refusals(
-            connection,
-            root,
-            [
-                (request, outcome)
-                for (request, _), outcome in zip(asked, outcomes, strict=True)
-                if isinstance(outcome, Refused)
-            ],
-        )
+        refused = []
+        for number, ((request, _), outcome) in enumerate(zip(asked, outcomes, strict=True)):
+            if isinstance(outcome, Crowded):
+                refused.append((request, outcome.refused))
+            elif isinstance(outcome, Refused) and number not in trial.parks.numbers:
+                refused.append((request, outcome))
+        note_refusals(connection, root, refused)
     return outcomes
 
 
@@ -173,6 +199,8 @@ class _Trial:
         found: dict[RequestKey, Any],
         new: set[uuid.UUID],
         full: Backlogged | None,
+        before: _Before,
+        parks: Parks,
     ) -> None:
         self.outcomes: dict[int, Tried] = {}
         self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
@@ -181,6 +209,9 @@ class _Trial:
         self._found = found
         self._new = new
         self._full = full
+        self._parked, self._ahead = before
+        self.parks = parks
+        self._may_park = parks.room
         self._turned: dict[RequestKey, Tried] = {}
         self._heads: dict[uuid.UUID, Tried] = {}
 
@@ -188,30 +219,42 @@ class _Trial:
         """Decide one unit: all of it, or none and nothing taken."""
         taken: list[tuple[Asked, tuple[Draw, ...]]] = []
         for number, one in unit:
-            self.outcomes[number] = self._decide_one(one, taken)
-        outcomes = [self.outcomes[number] for number, _ in unit]
+            outcome = self._decide_one(one, taken)
+            if isinstance(outcome, Refused) and number in self.parks.numbers:
+                outcome = self._crowded(outcome)
+            self.outcomes[number] = outcome
         # Left out here is what an earlier unit asked for as well, and was turned away with.
-        away = [outcome for outcome in outcomes if isinstance(outcome, (*TURNED_AWAY, Skipped))]
-        if not away:
+        if not any(self._is_away(number) for number, _ in unit):
             self.admitted.extend(taken)
             return
         for (request, message), draws in taken:
             _take(self._known, draws, -1)
             self._hold(request, message, -1)
         self._tell_whole(unit, taken)
-        first = next(
-            self.outcomes[number]
-            for number, _ in unit
-            if isinstance(self.outcomes[number], (*TURNED_AWAY, Skipped))
-        )
+        first = next(self.outcomes[number] for number, _ in unit if self._is_away(number))
         skipped = Skipped(first.because if isinstance(first, Skipped) else first)
         dropped = {request.reservation_id for (request, _), _ in taken}
         self._turned.update((key_of(request), skipped) for (request, _), _ in taken)
         for number, _ in unit:
             outcome = self.outcomes[number]
             here = isinstance(outcome, (Reserved, AlreadyReserved))
-            if here and outcome.reservation_id in dropped:  # type: ignore[union-attr]
+            waits = isinstance(outcome, Refused) and number in self.parks.numbers
+            if waits or (here and outcome.reservation_id in dropped):  # type: ignore[union-attr]
                 self.outcomes[number] = skipped
+
+    def _is_away(self, number: int) -> bool:
+        """Tell whether an outcome turns away all of its unit; not what is to be parked."""
+        outcome = self.outcomes[number]
+        if isinstance(outcome, Refused):
+            return number not in self.parks.numbers
+        return isinstance(outcome, (*TURNED_AWAY, Skipped))
+
+    def _crowded(self, refused: Refused) -> Refused | Crowded:
+        """Return what becomes of one that is to be parked: it is, while there is room."""
+        if self._may_park <= 0:
+            return Crowded(refused, self.parks.bound)
+        self._may_park -= 1
+        return refused
 
     def _tell_whole(
         self, unit: list[tuple[int, Asked]], taken: list[tuple[Asked, tuple[Draw, ...]]]
@@ -226,7 +269,7 @@ class _Trial:
         refused = {
             key_of(request): outcome
             for number, (request, _) in unit
-            if isinstance(outcome := self.outcomes[number], Refused)
+            if isinstance(outcome := self.outcomes[number], Refused) and self._is_away(number)
         }
         for outcome in refused.values():
             asked[outcome.budget] += outcome.requested
@@ -261,11 +304,7 @@ class _Trial:
             return outcome
         # The first of its key; what follows it in this batch finds it.
         self._new.remove(existing.reservation_id)
-        decided = (
-            self._full
-            or self._full_lane(request, one[1])
-            or _decide(request, self._known, self._possible)
-        )
+        decided = self._decide_new(one)
         if not isinstance(decided, tuple):
             self._turned[key] = decided
             return decided
@@ -273,6 +312,21 @@ class _Trial:
         _take(self._known, decided, 1)
         self._hold(request, one[1], 1)
         return outcome
+
+    def _decide_new(self, one: Asked) -> tuple[Draw, ...] | Tried:
+        request, message = one
+        known = self._parked.get(key_of(request))
+        if known is not None:
+            fingerprint = json.loads(known.request)["fingerprint"]
+            return parked.same(request, known.parked_id, fingerprint)
+        decided = (
+            self._full
+            or self._full_lane(request, message)
+            or _decide(request, self._known, self._possible)
+        )
+        if not isinstance(decided, tuple) or request.finishing:
+            return decided
+        return queued(self._known, decided, self._ahead) or decided
 
     def _full_lane(self, request: ReserveRequest, message: WireMessage | None) -> Full | None:
         fed = None if message is None else self.fed.get(message.queue)
@@ -302,6 +356,10 @@ class _Trial:
         ]
         if unopened:
             raise declaring.not_ready(root, unopened)
+
+
+def _before(connection: Connection, root: str, asked: Sequence[Asked]) -> _Before:
+    return parked.before(connection, root, [request for request, _ in asked])
 
 
 def key_of(request: ReserveRequest) -> RequestKey:

@@ -395,6 +395,9 @@ def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
                 parked.c.created_us,
                 parked.c.deadline_us,
                 parked.c.retries,
+                parked.c.budget,
+                parked.c.reason,
+                parked.c.amount,
             ).where(
                 parked.c.root == root,
                 sa.or_(parked.c.task_id == some_id, parked.c.request_id == some_id),

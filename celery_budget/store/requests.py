@@ -17,6 +17,7 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Crowded,
     Full,
     Refused,
     Reserved,
@@ -26,7 +27,7 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import BudgetError, OutboxFull, QueueFull, RequestConflict, UnknownBudget
-from celery_budget.store import declaring, levels
+from celery_budget.store import declaring, levels, parked
 from celery_budget.store.backlog import uncounted
 from celery_budget.store.batch import (
     columns_of,
@@ -80,7 +81,7 @@ def reserve(
         lock_ms=lock_ms,
         bound=bound,
     )
-    if isinstance(tried, (Backlogged, Full, Unknown, Conflict, Skipped)):
+    if not isinstance(tried, (Reserved, AlreadyReserved, Refused)):
         raise error_of(tried)
     return tried
 
@@ -94,15 +95,20 @@ def try_reserve(
     note: bool = True,
     lock_ms: int = 5000,
     bound: int | None = None,
+    queues: bool = False,
 ) -> Tried:
     """As :func:`reserve`, with every end an outcome.
 
     Beyond the ``bound`` it is ``Backlogged``, beyond a lane's ``Full``.
 
+    :param queues: it is new: ``Parked`` where it is parked already, and refused where what was
+        parked before goes ahead.
     :raises Unready: as :func:`reserve`.
     """
     if connection.dialect.name == "postgresql":
-        return _reserve_postgresql(connection, request, message, delivered_us, note, lock_ms, bound)
+        return _reserve_postgresql(
+            connection, request, message, delivered_us, note, lock_ms, bound, queues
+        )
     [tried] = reserve_many(
         connection,
         request.root,
@@ -110,13 +116,14 @@ def try_reserve(
         delivered_us=delivered_us,
         note=note,
         bound=bound,
+        queues=queues,
     )
     return tried
 
 
-def error_of(outcome: Refused | Backlogged | Full | Unknown | Conflict | Skipped) -> BudgetError:
+def error_of(outcome: Tried) -> BudgetError:
     """Return what a caller is told whose request was turned away."""
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, (Refused, Crowded)):
         return outcome.error()
     if isinstance(outcome, Backlogged):
         return OutboxFull(outcome.messages, outcome.bound, spread(OUTBOX_SECONDS))
@@ -128,7 +135,7 @@ def error_of(outcome: Refused | Backlogged | Full | Unknown | Conflict | Skipped
         return UnknownBudget(outcome.budget)
     if isinstance(outcome, Conflict):
         return RequestConflict(outcome.request_id, outcome.owner, outcome.task_id)
-    if isinstance(outcome.because, (Refused, Backlogged, Full, Unknown, Conflict)):
+    if isinstance(outcome, Skipped) and outcome.because is not None:
         return error_of(outcome.because)
     raise AssertionError("what is left out is left out for another one that was turned away")
 
@@ -144,7 +151,8 @@ _RESERVE = sa.text(
     " CAST(:expires_us AS bigint), :queue,"
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
     " CAST(:within_us AS bigint),"
-    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms) AS r"
+    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
+    " :note, :who, :lock_ms) AS r"
     # Of what is admitted there is no budget, and nothing is looked at.
     " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true"
 )
@@ -158,6 +166,7 @@ def _reserve_postgresql(
     note: bool,
     lock_ms: int,
     bound: int | None,
+    queues: bool,
 ) -> Tried:
     columns = columns_of(request)
     for unsaid in ("charges_start", "plan_id", "step"):
@@ -186,6 +195,7 @@ def _reserve_postgresql(
             "tenant": request.tenant or request.owner,
             "weight": request.weight,
             "bound": bound,
+            "queues": queues,
             "note": note,
             "who": who(),
             "lock_ms": str(lock_ms),
@@ -207,6 +217,8 @@ def _reserve_postgresql(
         raise moved(names[0])
     if row.outcome == "mixed":
         raise mixed(row.budget)
+    if row.outcome == "parked":
+        return parked.same(request, row.reservation_id, row.fingerprint)
     if row.reservation_id is None:
         return Refused(
             row.budget,

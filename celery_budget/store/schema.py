@@ -536,6 +536,7 @@ parked = Table(
     Column("request", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("deadline_us", BigInteger, nullable=False),
+    # Not to be tried before, as where that failed.
     Column("checked_us", BigInteger, nullable=False),
     Column("task_name", Text, nullable=False),
     Column("queue", Text, nullable=False),
@@ -546,6 +547,14 @@ parked = Table(
     Column("rank", SmallInteger, nullable=False, server_default=DEFAULT_RANK),
     Column("order_key", String(255)),
     Column("broker", String(255), nullable=False, server_default=""),
+    # The budget that was short when it was last tried, why, and how much more it needs of that.
+    Column("budget", String(255), nullable=False, server_default=""),
+    Column("reason", String(16), nullable=False, server_default="held"),
+    Column("amount", BigInteger, nullable=False, server_default="0"),
+    # Whose turn it is among those that wait for that budget: the smaller one.
+    Column("turn", BigInteger, nullable=False, server_default="0"),
+    # Until when nothing else is admitted to that budget, where it goes ahead.
+    Column("ahead_us", BigInteger),
     PrimaryKeyConstraint("root", "parked_id", name="pk_budget_parked"),
     Index(
         "ux_budget_parked_request",
@@ -556,7 +565,12 @@ parked = Table(
         "retries",
         unique=True,
     ),
-    Index("ix_budget_parked_checked", "root", "checked_us"),
+    Index("ix_budget_parked_deadline", "root", "deadline_us"),
+    Index("ix_budget_parked_turn", "root", "budget", "turn", "created_us"),
+    Index("ix_budget_parked_owner", "root", "budget", "owner", "turn"),
+    Index("ix_budget_parked_amount", "root", "budget", "amount"),
+    Index("ix_budget_parked_oldest", "root", "budget", "created_us"),
+    Index("ix_budget_parked_ahead", "root", "budget", **_when("ahead_us IS NOT NULL")),
     Index(
         "ix_budget_parked_reservation",
         "root",

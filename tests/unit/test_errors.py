@@ -24,6 +24,11 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens",
          "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
     ),
+    "ParkingFull": (
+        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "queued", 100, 5),
+        ["'tenant:acme'", "kept for a request that has waited", "budget_max_parked (5)",
+         "budget parked list"],
+    ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
     "DeadlinePassed": (
         ("r-1", "2030-01-01T00:00:00+00:00"), ["r-1", "2030-01-01T00:00:00", "later deadline="],
@@ -43,6 +48,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     ),
     "UnknownPrice": (("m-1", "p"), ["'m-1'", "'p'", "provider=", "budget_prices"]),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
+    "NotParked": (("6f0c",), ["'6f0c'", "budget parked list", "budget explain 6f0c"]),
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
     "NotRunning": (("effect()",), ["effect() is for a task", "none runs in this thread"]),
     "OutboxFull": ((7, 5, 2.5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),

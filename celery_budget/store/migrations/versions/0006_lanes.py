@@ -57,6 +57,7 @@ def upgrade() -> None:
         postgresql_where=measured,
         sqlite_where=measured,
     )
+    _park()
     if op.get_bind().dialect.name == "postgresql":
         for function in ("budget_reserve", "budget_backlog"):
             op.execute(f"DROP FUNCTION {function}")
@@ -122,6 +123,42 @@ def _create_lanes() -> None:
         )
 
 
+#: Of parked work: by what it is found.
+PARKED = {
+    "deadline": ["deadline_us"],
+    "turn": ["budget", "turn", "created_us"],
+    "owner": ["budget", "owner", "turn"],
+    "amount": ["budget", "amount"],
+    "oldest": ["budget", "created_us"],
+}
+
+
+def _park() -> None:
+    """Parked work waits in the queue of the budget that is short."""
+    for name, kind, default in (
+        ("budget", sa.String(255), ""),
+        ("reason", sa.String(16), "held"),
+        ("amount", sa.BigInteger, "0"),
+        ("turn", sa.BigInteger, "0"),
+    ):
+        column = sa.Column(name, kind, nullable=False, server_default=default)
+        op.add_column("budget_parked", column)
+    op.add_column("budget_parked", sa.Column("ahead_us", sa.BigInteger))
+    # Which one was short is not known; the first it draws on is as good.
+    op.execute("UPDATE budget_parked SET budget = owner")
+    op.execute("UPDATE budget_parked SET deadline_us = expires_us WHERE expires_us < deadline_us")
+    op.drop_index("ix_budget_parked_checked", "budget_parked")
+    for name, columns in PARKED.items():
+        op.create_index(f"ix_budget_parked_{name}", "budget_parked", ["root", *columns])
+    op.create_index(
+        "ix_budget_parked_ahead",
+        "budget_parked",
+        ["root", "budget"],
+        postgresql_where=sa.text("ahead_us IS NOT NULL"),
+        sqlite_where=sa.text("ahead_us IS NOT NULL"),
+    )
+
+
 def _run(name: str) -> None:
     op.get_bind().exec_driver_sql(Path(__file__).with_name(name).read_text("utf-8"))
 
@@ -132,6 +169,11 @@ def downgrade() -> None:
             op.execute(f"DROP FUNCTION budget_{function}")
         _run("backlog_3.sql")
         _run("reserve_4.sql")
+    for name in ("ahead", *PARKED):
+        op.drop_index(f"ix_budget_parked_{name}", "budget_parked")
+    op.create_index("ix_budget_parked_checked", "budget_parked", ["root", "checked_us"])
+    for column in ("ahead_us", "turn", "amount", "reason", "budget"):
+        op.drop_column("budget_parked", column)
     op.drop_index("ix_budget_reservations_measured", "budget_reservations")
     # What a lane holds is published.
     op.execute("UPDATE budget_outbox SET state = 'due' WHERE state = 'held'")
