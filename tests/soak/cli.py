@@ -30,10 +30,12 @@ def main() -> int:
 
 def told(verdict: Verdict, jobs: int, seed: int) -> str:
     """Return a verdict in words."""
+    most, limits = verdict.lane
     said = [
         f"{jobs} jobs, seed {seed}, {verdict.seconds:.1f} s",
         f"ended: {_counted(verdict.ended)}",
         f"trouble: {_counted(verdict.trouble)}",
+        f"lane: at most {most.jobs} of {limits.jobs} jobs, {most.units} of {limits.units} units",
         "",
         f"{'stage':<10}{'jobs':>8}{'estimated':>14}{'actual':>14}{'drift':>8}",
     ]

@@ -16,6 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 from typing_extensions import Self
 
+from celery_budget.core.lanes import Load
 from celery_budget.core.reservations import TERMINAL
 from celery_budget.errors import BudgetExceeded
 from celery_budget.store.schema import now_us, reservations
@@ -25,6 +26,7 @@ from tests.services.postgres import PostgresServer
 from tests.services.rabbitmq import RabbitServer
 from tests.services.redis import RedisServer
 from tests.soak import app as soaking
+from tests.soak.app import QUEUE
 from tests.soak.chaos import Chaos
 from tests.soak.plan import TENANTS, Job, Tenant, plan
 from tests.soak.verdict import Verdict, judge
@@ -37,8 +39,12 @@ WAIT = 120
 PAUSE = 0.05
 #: How often in a row it is asked for a job: what holds the budget may wait for some itself.
 TRIES = 200
+#: What the lane lets go: less than the workers could take, so that what waits is chosen from.
+LANE = {"max_running_jobs": 8, "max_queued_jobs": 6, "max_running_units": 40_000}
 SETTINGS = {
     "budget_max_deliveries": 100,
+    # By which a lane asks whether its workers are there.
+    "worker_enable_remote_control": True,
     "worker_prefetch_multiplier": 4,
     "worker_lost_wait": 0.2,
 }
@@ -120,6 +126,7 @@ class Soak(AbstractContextManager["Soak"]):
         self._clients: dict[str, Client] = {}
         self._ceilings: Ceilings
         self._chaos: Chaos
+        self._most = Load()
         self._seconds = 0.0
 
     def __enter__(self) -> Self:
@@ -180,7 +187,7 @@ class Soak(AbstractContextManager["Soak"]):
                     asking = {
                         name: pool.submit(client.run) for name, client in self._clients.items()
                     }
-                    _wait(self.cluster, asking, self._ceilings, len(self.planned))
+                    self._wait(asking)
                 finally:
                     self._chaos.stop()
                 trouble.result()
@@ -190,6 +197,31 @@ class Soak(AbstractContextManager["Soak"]):
             raise AssertionError(f"{error}\n{_logs(self.cluster)}") from error
         self._seconds = time.monotonic() - began
 
+    def _wait(self, asking: Mapping[str, Future[None]]) -> None:
+        """Wait until everybody has asked for everything and nothing is open."""
+        budget, jobs = self.cluster.budget, len(self.planned)
+        shown = 0.0
+
+        def look() -> dict[str, Any]:
+            nonlocal shown
+            lane = budget.lanes.show(QUEUE)
+            both = lane.queued + lane.running
+            self._most = Load(max(self._most.jobs, both.jobs), max(self._most.units, both.units))
+            if time.monotonic() > shown + 5 and sys.stderr.isatty():
+                shown = time.monotonic()
+                counts = budget.report().counts
+                sys.stderr.write(f"\r{counts['state_settled']} of {jobs} settled ")
+                sys.stderr.flush()
+            busy: dict[str, Any] = {name: "asks" for name, one in asking.items() if not one.done()}
+            work = budget.reconcile().open_work
+            if not busy and work["parked"]:
+                self._ceilings.raise_once()
+            return busy | {name: count for name, count in work.items() if count}
+
+        eventually(look, lambda busy: not busy, WAIT + WAIT * jobs / 100, "the end of the soak")
+        for one in asking.values():
+            one.result()
+
     def judge(self) -> Verdict:
         """Compare what the ledger says, and what the work left behind, with the plan."""
         return judge(
@@ -197,6 +229,7 @@ class Soak(AbstractContextManager["Soak"]):
             self.planned,
             self._clients,
             self._ceilings.of,
+            (self._most, Load(LANE["max_running_jobs"], LANE["max_running_units"])),
             self._chaos.done,
             self._seconds,
         )
@@ -211,6 +244,7 @@ def _declare(cluster: Cluster, planned: Sequence[Job]) -> None:
         heaviest = max(job.estimate for job in planned)
         limit = max(used * tenant.funded // 100, heaviest)
         budget.set(f"tenant:{tenant.name}", limit=limit, unit="units")
+    budget.lanes.set(QUEUE, queues=(QUEUE,), **LANE)
 
 
 class Ceilings:
@@ -237,31 +271,6 @@ class Ceilings:
         for budget, limit in self.of[0][1].items():
             self._cluster.budget.set(budget, limit=10 * limit)
         self._note(now)
-
-
-def _wait(
-    cluster: Cluster, asking: Mapping[str, Future[None]], ceilings: Ceilings, jobs: int
-) -> None:
-    """Wait until everybody has asked for everything and nothing is open."""
-    seconds = WAIT + WAIT * jobs / 100
-    shown = 0.0
-
-    def look() -> Any:
-        nonlocal shown
-        found = cluster.budget.report().counts
-        if time.monotonic() > shown + 5 and sys.stderr.isatty():
-            shown = time.monotonic()
-            sys.stderr.write(f"\r{found['settled']} of {jobs} settled ")
-            sys.stderr.flush()
-        busy: dict[str, Any] = {name: "asks" for name, one in asking.items() if not one.done()}
-        work = cluster.budget.reconcile().open_work
-        if not busy and work["parked"]:
-            ceilings.raise_once()
-        return busy | {name: count for name, count in work.items() if count}
-
-    eventually(look, lambda busy: not busy, seconds, "the end of the soak")
-    for one in asking.values():
-        one.result()
 
 
 def _logs(cluster: Cluster) -> str:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
-from celery_budget.reconcile.reports import Drift
+from celery_budget.core.lanes import Load
+from celery_budget.reconcile import Drift
 from celery_budget.store.schema import attempts, journal, lines, outbox, reservations
 from tests.cluster import Cluster
 from tests.soak.app import WORK
@@ -45,12 +46,14 @@ class Verdict:
 
     :ivar problems: what did not end as it was planned; empty where all did.
     :ivar ended: how many jobs came to which end.
+    :ivar lane: the most that was seen queued and running in the lane, and its limits.
     :ivar refusals: how often clients were refused, by tenant and reason.
     :ivar trouble: how often what got in the way.
     """
 
     seconds: float
     ended: Mapping[str, int]
+    lane: tuple[Load, Load]
     drift: Sequence[Drift]
     waits: Mapping[str, Waits]
     refusals: Mapping[str, Mapping[str, int]]
@@ -63,12 +66,14 @@ def judge(
     planned: Sequence[Job],
     clients: Mapping[str, Asked],
     ceilings: Sequence[tuple[int, Mapping[str, int]]],
+    lane: tuple[Load, Load],
     trouble: Mapping[str, int],
     seconds: float,
 ) -> Verdict:
     """Compare what the ledger says, and what the work left behind, with the plan.
 
     :param ceilings: from which time by the ledger's clock which budget has which limit.
+    :param lane: the most that was seen queued and running in the lane, and its limits.
     """
     ledger = _Ledger(cluster)
     refused = set[int]().union(*(client.refused for client in clients.values()))
@@ -82,11 +87,13 @@ def judge(
         *ledger.of_ceilings(ceilings),
         *ledger.of_remains(),
         *_of_refusals(report.counts, clients),
+        *_of_lane(*lane),
     ]
     ended = Counter("refused" if job.number in refused else job.fate for job in planned)
     return Verdict(
         seconds,
         dict(ended),
+        lane,
         report.drift,
         ledger.waits(),
         {name: dict(client.refusals) for name, client in clients.items()},
@@ -112,6 +119,12 @@ def _of_refusals(counts: Mapping[str, int], clients: Mapping[str, Asked]) -> lis
     """Each refusal that a client was told of is counted, and no other."""
     told = sum(client.refusals.total() for client in clients.values())
     return [] if counts["refused"] == told else [f"{counts['refused']} refused and {told} told"]
+
+
+def _of_lane(most: Load, limits: Load) -> list[str]:
+    """The lane never let go more than it may."""
+    over = most.jobs > limits.jobs or most.units > limits.units
+    return [f"the lane had {most} queued and running, above {limits}"] if over else []
 
 
 class _Ledger:
