@@ -16,6 +16,7 @@ from celery_budget.core.losses import Losses
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.core.retries import Retries
+from celery_budget.core.reuse import Reuse
 from celery_budget.errors import BudgetError, EstimateError, InvalidName, PolicyError
 
 __all__ = ["BudgetLine", "BudgetPolicy", "Evaluation", "joined"]
@@ -91,6 +92,7 @@ class BudgetPolicy:
     :ivar retries: how long it is tried.
     :ivar losses: what becomes of its lost attempts.
     :ivar deadline: when each call of it is to be over.
+    :ivar reuse: for how long its calls join one of the same work.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -107,6 +109,7 @@ class BudgetPolicy:
     retries: Retries = field(default_factory=Retries)
     losses: Losses = field(default_factory=Losses)
     deadline: Deadline | None = None
+    reuse: Reuse | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -25,6 +25,7 @@ from celery_budget.core.losses import Losses, LostAttempt
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.retries import Retries
+from celery_budget.core.reuse import Reuse
 from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
@@ -56,7 +57,7 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate`` and ``deadline``, as class attributes or as options of
+    ``compensate``, ``deadline``, ``reuse`` and ``version``, as class attributes or as options of
     ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
     Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
     and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
@@ -97,6 +98,7 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
             Deadline.given(getattr(cls, "deadline", None), cls.__name__),
+            Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -128,6 +130,9 @@ class BudgetedTask(GatedTask):
     def budget_losses(self, args: Any, kwargs: Any) -> Losses:
         return _policy(self).losses
 
+    def budget_reuses(self) -> bool:
+        return _policy(self).reuse is not None
+
     def _price(self, what: Unpriced) -> Priced:
         return metering.price(what, installed_on(self.app).settings.prices)
 
@@ -152,6 +157,8 @@ def budgeted(
     lookup: Callable[[LostAttempt], Any] | None = None,
     compensate: Callable[[LostAttempt], object] | None = None,
     deadline: float | datetime | None = None,
+    reuse: str | float | timedelta | None = None,
+    version: str | int = "1",
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -187,6 +194,10 @@ def budgeted(
     :param deadline: when all of a request is to be over, its waiting, attempts and retries
         together: seconds from its call, or a datetime with a time zone. The call's own
         ``deadline=`` counts before it.
+    :param reuse: for how long after its end a run is joined by calls of the same owner with the
+        same arguments, as they join one in flight: ``"24h"``, seconds or a timedelta. One run, one
+        reservation, one task id; its result is kept in the ledger meanwhile.
+    :param version: of what the task does, for ``reuse``: calls of another one do not join.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -201,6 +212,7 @@ def budgeted(
         retries,
         losses,
         Deadline.given(deadline, "a task"),
+        Reuse.given(reuse, version),
     )
 
     def decorate(target: Any) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.store.attempts import of_reservation
 from celery_budget.store.schema import (
     attempts,
     exact_sum,
     now_us,
+    of_reservation,
     parked,
     quarantine,
     reservations,
@@ -24,7 +24,7 @@ from celery_budget.store.schema import (
     usage,
 )
 
-__all__ = ["Known", "find"]
+__all__ = ["Known", "find", "last_of"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def find(connection: Connection, root: str, task_id: str, owner: str) -> Known |
         return None
     # A request of another owner's that was given the same task id is none of its.
     mine = sa.and_(of_task, (reservations.c.owner == owner) | (reservations.c.nesting > 0))
-    last = _last(connection, mine)
+    last = last_of(connection, mine)
     used, started_us, ran = _used(connection, mine)
     return Known(
         task_id=task_id,
@@ -98,8 +98,11 @@ def find(connection: Connection, root: str, task_id: str, owner: str) -> Known |
     )
 
 
-def _last(connection: Connection, mine: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-    """Return the last of some reservations, with its last attempt and where it is noted."""
+def last_of(connection: Connection, mine: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+    """Return the last of some reservations, with its last attempt and where it is noted.
+
+    Locks nothing.
+    """
 
     def noted_in(table: sa.Table) -> sa.ColumnElement[bool]:
         return sa.exists().where(

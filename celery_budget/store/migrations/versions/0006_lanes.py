@@ -23,6 +23,20 @@ def upgrade() -> None:
     op.add_column(
         "budget_outbox", sa.Column("weight", sa.BigInteger, nullable=False, server_default="0")
     )
+    op.create_table(
+        "budget_reuse",
+        sa.Column("root", sa.String(255)),
+        sa.Column("owner", sa.String(255)),
+        sa.Column("key", sa.String(64)),
+        sa.Column("request_id", sa.Text, nullable=False),
+        sa.Column("task_id", sa.Text, nullable=False),
+        sa.Column("kept_us", sa.BigInteger, nullable=False),
+        sa.Column("until_us", sa.BigInteger, nullable=False),
+        sa.Column("payload", sa.Text),
+        sa.PrimaryKeyConstraint("root", "owner", "key", name="pk_budget_reuse"),
+    )
+    op.create_index("ix_budget_reuse_task", "budget_reuse", ["root", "task_id"])
+    op.create_index("ix_budget_reuse_until", "budget_reuse", ["root", "until_us"])
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_6.sql")
@@ -36,6 +50,7 @@ def downgrade() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_4.sql")
+    op.drop_table("budget_reuse")
     for column in ("weight", "tenant", "lane"):
         op.drop_column("budget_outbox", column)
     for column in ("shadows", "deadline_us", "lane"):
