@@ -1,7 +1,7 @@
 # One environment in .venv; stamps remember what was installed, so that a second run needs no network.
 #   make demo    needs only the package itself
 #   make test    installs the test and lint tools as well, into the same environment
-# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test, simulate, crash-matrix and bench), SEEDS (for simulate and crash-matrix).
+# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test, simulate, crash-matrix, soak and bench), SEEDS (for simulate and crash-matrix), JOBS (for soak).
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ BASE := $(VENV)/.base-stamp
 FULL := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test simulate crash-matrix lint bench docs clean help
+.PHONY: setup demo test simulate crash-matrix soak lint bench docs clean help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
@@ -28,6 +28,9 @@ simulate: $(FULL) ## run the simulator of concurrent clients (SEEDS=7, SEEDS=1..
 
 crash-matrix: $(FULL) ## kill each process and restart each server at each step (SEEDS=1..3 ARGS="--match claim --jobs 2"); an hour or two
 	$(BIN)/python -m tests.crash --seeds "$(or $(SEEDS),1)" $(ARGS)
+
+soak: $(FULL) ## noisy work of several tenants under kills, with a verdict (JOBS=2000 ARGS="--seed 7 --broker rabbitmq")
+	$(BIN)/python -m tests.soak --jobs "$(or $(JOBS),2000)" $(ARGS)
 
 lint: $(FULL) ## check style, format, types and the import contracts
 	$(BIN)/ruff check .

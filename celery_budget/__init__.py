@@ -5,11 +5,14 @@
 """
 
 from celery_budget.core.budgets import Balance, Budget, Share
+from celery_budget.core.estimators import Estimator, estimator
 from celery_budget.core.jobs import Job
+from celery_budget.core.lanes import Lane
 from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
 from celery_budget.core.prices import cost
+from celery_budget.core.reservations import GivenUp
 from celery_budget.errors import (
     AttemptLost,
     AttemptsSpent,
@@ -21,19 +24,24 @@ from celery_budget.errors import (
     EffectError,
     EnlistError,
     EstimateError,
+    EstimateOutOfBounds,
     HoldsOpen,
     InvalidAmount,
     InvalidBudget,
+    InvalidLane,
     InvalidName,
     InvalidPeriod,
     InvalidReply,
     KeyConflict,
     MissingExtra,
     NotInstalled,
+    NotParked,
     NotQuarantined,
     NotRunning,
     OutboxFull,
+    ParkingFull,
     PolicyError,
+    QueueFull,
     RequestConflict,
     RequestEnding,
     RequestNotRun,
@@ -44,6 +52,7 @@ from celery_budget.errors import (
     SchemaError,
     StoreError,
     UnknownBudget,
+    UnknownLane,
     UnknownPrice,
     UnknownRequest,
     UnsupportedPublication,
@@ -51,6 +60,7 @@ from celery_budget.errors import (
 from celery_budget.integration import usage
 from celery_budget.integration.effects import asettle, effect, settle
 from celery_budget.integration.install import CeleryBudget
+from celery_budget.integration.signals import park_expired
 from celery_budget.integration.task import BudgetedTask, budgeted
 
 __all__ = [
@@ -69,22 +79,30 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "EstimateOutOfBounds",
+    "Estimator",
+    "GivenUp",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
+    "InvalidLane",
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
     "Job",
     "KeyConflict",
+    "Lane",
     "LostAttempt",
     "MissingExtra",
     "NotInstalled",
+    "NotParked",
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "ParkingFull",
     "Period",
     "PolicyError",
+    "QueueFull",
     "RequestConflict",
     "RequestEnding",
     "RequestNotRun",
@@ -96,6 +114,7 @@ __all__ = [
     "Share",
     "StoreError",
     "UnknownBudget",
+    "UnknownLane",
     "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",
@@ -103,6 +122,8 @@ __all__ = [
     "budgeted",
     "cost",
     "effect",
+    "estimator",
+    "park_expired",
     "settle",
     "usage",
 ]

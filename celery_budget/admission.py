@@ -5,12 +5,13 @@ One transaction in each case, and one round trip on PostgreSQL where it is reser
 
 from __future__ import annotations
 
-import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from celery_budget.core.backpressure import Outlook
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -18,6 +19,9 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Crowded,
+    Full,
+    Line,
     Missing,
     Parked,
     Refused,
@@ -27,7 +31,6 @@ from celery_budget.core.reservations import (
     Tried,
     Unknown,
 )
-from celery_budget.errors import BudgetError
 from celery_budget.settings import Settings
 from celery_budget.store import (
     Connection,
@@ -44,6 +47,7 @@ from celery_budget.store import (
     requests,
     unclaimed,
 )
+from celery_budget.store import outlook as looks
 from celery_budget.store.batch import TURNED_AWAY
 from celery_budget.store.requests import error_of
 
@@ -53,14 +57,12 @@ __all__ = [
     "activate",
     "admit",
     "admit_many",
-    "admit_parked",
     "count_refusal",
     "enqueue",
+    "outlook",
     "retry",
     "retry_unclaimed",
 ]
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,8 +91,10 @@ def admit(
 
     :param continuation: it continues work that runs: what does not fit is parked instead of
         refused, and a fault of the store is waited out instead of raised.
+        What is new waits by its own wish (``request.parks``), once however often it is asked for.
     :param delivered: a worker has the message already; it is kept, not published.
-    :raises UnknownBudget, RequestConflict, OutboxFull, StoreError: nothing was changed.
+    :raises ParkingFull, UnknownBudget, RequestConflict, OutboxFull, QueueFull, StoreError: nothing
+        was changed.
     """
     delivered_us = settings.republish_us if delivered else None
     if continuation:
@@ -108,10 +112,22 @@ def admit(
         request,
         message,
         delivered_us=delivered_us,
+        note=not request.parks,
         lock_ms=settings.lock_ms,
         bound=None if delivered else settings.max_outbox,
+        queues=True,
     )
-    if isinstance(tried, (Backlogged, Unknown, Conflict, Skipped)):
+    if isinstance(tried, Refused) and request.parks:
+        tried = store.run(
+            continuations.park_new,
+            request,
+            message,
+            lock_ms=settings.lock_ms,
+            park_us=settings.park_us,
+            bound=settings.max_outbox,
+            most=settings.max_parked,
+        )
+    if isinstance(tried, (Crowded, Backlogged, Full, Unknown, Conflict, Skipped)):
         raise error_of(tried)
     return tried
 
@@ -154,9 +170,10 @@ def admit_many(
 ) -> list[Tried | Parked | None]:
     """Admit several publications in one transaction and a fixed number of statements.
 
-    All or none; with ``partial`` all or none of each unit. Messages without a budget go with the
-    others of theirs; those of a canvas with a request id once, also where that is admitted by two
-    at a time. What continues running work is parked where it does not fit, a statement for each.
+    All or none; with ``partial`` all or none of each unit. A unit of one request that is to wait
+    where it does not fit is parked then, and turns away nothing else. Messages without a budget go
+    with the others of theirs; those of a canvas with a request id once, also where that is admitted
+    by two at a time. What continues running work is parked where it does not fit, by itself.
 
     :return: what came of each, in their order; none for those without a request. An error of one is
         an outcome here: none raises but where the whole batch fails.
@@ -315,18 +332,60 @@ def _admit_units(
     asked = _asked(publications)
     if not asked:
         return []
+    parks = _parks(connection, settings, publications)
     request, message = asked[0]
     if len(asked) == 1 and message is not None:
         # By the function, where there is one: one statement.
-        lock_ms, bound = settings.lock_ms, settings.max_outbox
-        return [requests.try_reserve(connection, request, message, lock_ms=lock_ms, bound=bound)]
-    return batch.reserve_many(
-        connection,
-        settings.root,
-        asked,
-        units=[one.unit for one in publications] if partial else None,
-        bound=settings.max_outbox,
+        tried = [
+            requests.try_reserve(
+                connection,
+                request,
+                message,
+                note=not parks.numbers,
+                lock_ms=settings.lock_ms,
+                bound=settings.max_outbox,
+                queues=True,
+            )
+        ]
+        if parks.numbers and parks.room <= 0 and isinstance(tried[0], Refused):
+            refusals.note_refusals(connection, settings.root, [(request, tried[0])])
+            tried = [Crowded(tried[0], parks.bound)]
+    else:
+        tried = batch.reserve_many(
+            connection,
+            settings.root,
+            asked,
+            units=[one.unit for one in publications] if partial else None,
+            bound=settings.max_outbox,
+            queues=True,
+            parks=parks,
+        )
+    return [
+        Parked(parked.park(connection, request, message, settings.park_us, outcome))
+        if number in parks.numbers and isinstance(outcome, Refused) and message is not None
+        else outcome
+        for number, ((request, message), outcome) in enumerate(zip(asked, tried, strict=True))
+    ]
+
+
+def _parks(
+    connection: Connection, settings: Settings, publications: Sequence[Publication]
+) -> batch.Parks:
+    """Return which of some new requests wait where they do not fit.
+
+    Those that are published by themselves: what is part of a canvas is admitted with all of it.
+    """
+    of_unit = Counter(one.unit for one in publications if one.request is not None)
+    numbers = frozenset(
+        number
+        for number, one in enumerate(publications)
+        if one.request is not None and one.request.parks and of_unit[one.unit] == 1
     )
+    if not numbers:
+        return batch.Parks()
+    most = settings.max_parked
+    room = most - parked.count(connection, settings.root, most)
+    return batch.Parks(numbers, room, most)
 
 
 def _admit_or_park(
@@ -345,7 +404,7 @@ def _admit_or_park(
     outcomes: dict[uuid.UUID, Tried | Parked] = dict(ended)
     for (request, message), outcome in zip(new, tried, strict=True):
         outcomes[request.reservation_id] = (
-            Parked(parked.park(connection, request, message, settings.park_us))
+            Parked(parked.park(connection, request, message, settings.park_us, outcome))
             if isinstance(outcome, Refused) and message is not None
             else outcome
         )
@@ -451,37 +510,12 @@ def count_refusal(
     )
 
 
-def admit_parked(store: Store, settings: Settings, limit: int = 100) -> int:
-    """Look at parked work, what waited longest since its last look first, and admit what fits.
+def outlook(
+    store: Store, settings: Settings, lines: Sequence[Line], finishing: bool = False
+) -> Outlook:
+    """Return whether a request with ``lines`` would be admitted now; changes and locks nothing.
 
-    Each in a transaction of its own, so that what is admitted does not wait for the others. What
-    cannot be decided (a budget that is gone, an id that is in use for something else) changes
-    nothing and waits until its time is over. What waited longer than it may is given up.
-
-    :return: how much was admitted.
+    :raises StoreError: where the ledger cannot be read.
     """
-    admitted = 0
-    for row in store.read(parked.waiting, settings.root, limit):
-        if row.over:
-            store.run(continuations.give_up, settings.root, row.parked_id, row.reservation_id)
-            continue
-        try:
-            admitted += store.run(
-                continuations.try_parked,
-                settings.root,
-                row.parked_id,
-                row.reservation_id,
-                settings.lock_ms,
-            )
-        except Exception as error:
-            # Told with every pass: an error of ours says enough in one line.
-            ours = isinstance(error, BudgetError)
-            logger.log(
-                logging.INFO if ours else logging.ERROR,
-                "task %s stays parked: %s",
-                row.task_id,
-                error,
-                exc_info=not ours,
-            )
-            store.run(parked.touch, settings.root, row.parked_id)
-    return admitted
+    found = store.read(looks.look, settings.root, lines, finishing, settings.max_outbox)
+    return Outlook(True) if found is None else Outlook(False, error_of(found))

@@ -19,19 +19,24 @@ __all__ = [
     "EffectError",
     "EnlistError",
     "EstimateError",
+    "EstimateOutOfBounds",
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
+    "InvalidLane",
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
     "KeyConflict",
     "MissingExtra",
     "NotInstalled",
+    "NotParked",
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "ParkingFull",
     "PolicyError",
+    "QueueFull",
     "RequestConflict",
     "RequestEnding",
     "RequestNotRun",
@@ -42,6 +47,7 @@ __all__ = [
     "SchemaError",
     "StoreError",
     "UnknownBudget",
+    "UnknownLane",
     "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",
@@ -50,6 +56,10 @@ __all__ = [
 
 class BudgetError(Exception):
     """Base of all errors of this package."""
+
+    #: Of a refusal: in how many seconds it makes sense to try again, at the earliest; none where it
+    #: makes none without a change, or nobody can tell.
+    retry_after: float | None = None
 
 
 class ConfigurationError(BudgetError):
@@ -69,7 +79,41 @@ class PolicyError(BudgetError):
 
 
 class EstimateError(PolicyError):
-    """The task's estimator raised instead of returning an amount."""
+    """The task's estimator raised instead of returning an amount. Nothing was changed."""
+
+
+class EstimateOutOfBounds(EstimateError):
+    """An estimate is outside of its estimator's bounds. Nothing was changed.
+
+    :param task_name: whose estimate it is.
+    :param estimator: the estimator's name and version.
+    :param estimate: what it gave.
+    :param at_least: the lower bound; none without one.
+    :param at_most: the upper bound; none without one.
+    """
+
+    def __init__(
+        self,
+        task_name: str,
+        estimator: str,
+        estimate: int,
+        at_least: int | None,
+        at_most: int | None,
+    ) -> None:
+        super().__init__(task_name, estimator, estimate, at_least, at_most)
+        self.task_name = task_name
+        self.estimator = estimator
+        self.estimate = estimate
+        self.at_least = at_least
+        self.at_most = at_most
+
+    def __str__(self) -> str:
+        low = self.at_least is not None and self.estimate < self.at_least
+        bound = f"at_least={self.at_least}" if low else f"at_most={self.at_most}"
+        return (
+            f"the estimate for {self.task_name} is {self.estimate}, and estimator {self.estimator} "
+            f"has {bound}; correct the estimator, or its bound where such work is meant to be"
+        )
 
 
 class EnlistError(BudgetError):
@@ -121,6 +165,28 @@ class InvalidBudget(BudgetError, ValueError):
 
     Nothing was changed.
     """
+
+
+class InvalidLane(BudgetError, ValueError):
+    """A lane's terms cannot be met, by themselves or beside another lane's. Nothing was changed."""
+
+
+class UnknownLane(BudgetError):
+    """No lane has this name. Nothing was changed.
+
+    :param lane: the name.
+    """
+
+    def __init__(self, lane: str) -> None:
+        super().__init__(lane)
+        self.lane = lane
+
+    def __str__(self) -> str:
+        named = shlex.quote(self.lane)
+        return (
+            f"no lane is called {self.lane!r}; see 'celery -A PROJ budget lane list', or make it: "
+            f"'celery -A PROJ budget lane set {named} --queue QUEUE'"
+        )
 
 
 class HoldsOpen(BudgetError):
@@ -225,6 +291,23 @@ class NotQuarantined(BudgetError, LookupError):
         return (
             f"no message {self.some_id!r} is in quarantine; see 'celery -A PROJ budget quarantine "
             "list'"
+        )
+
+
+class NotParked(BudgetError, LookupError):
+    """Nothing with this id is parked. Nothing was changed.
+
+    :param some_id: the id that was looked for.
+    """
+
+    def __init__(self, some_id: str) -> None:
+        super().__init__(some_id)
+        self.some_id = some_id
+
+    def __str__(self) -> str:
+        return (
+            f"nothing {self.some_id!r} is parked; see 'celery -A PROJ budget parked list', and "
+            f"'celery -A PROJ budget explain {shlex.quote(self.some_id)}' for what became of it"
         )
 
 
@@ -389,9 +472,13 @@ class BudgetExceeded(BudgetError):
     :param reserved: held by requests that have not ended yet.
     :param spent: used for good.
     :param reason: ``exhausted`` (what is spent leaves no room), ``held`` (it would fit if what is
-        held came back), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
+        held came back), ``queued`` (there is room, and a request that was parked before goes
+        ahead), ``blocked`` (the limit is 0), ``draining`` or ``closed``.
     :param most: up to which total of reserved and spent this request could have filled the budget:
         the limit, or the part of it at which its soft or hard stop is.
+    :param retry_after: in how many seconds it could fit at the earliest, with a part of chance, so
+        that those who are refused together do not come back together; none where trying again makes
+        no sense.
     """
 
     def __init__(
@@ -405,8 +492,11 @@ class BudgetExceeded(BudgetError):
         spent: int,
         reason: str,
         most: int,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
+        super().__init__(
+            budget, unit, requested, available, limit, reserved, spent, reason, most, retry_after
+        )
         self.budget = budget
         self.unit = unit
         self.requested = requested
@@ -416,6 +506,7 @@ class BudgetExceeded(BudgetError):
         self.spent = spent
         self.reason = reason
         self.most = most
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         why = _REASONS.get(self.reason, self.reason)
@@ -436,10 +527,43 @@ class BudgetExceeded(BudgetError):
 _REASONS = {
     "exhausted": "is exhausted",
     "held": "is held by requests that have not ended",
+    "queued": "is kept for a request that has waited for longer",
     "blocked": "is blocked by its limit",
     "draining": "is draining and takes nothing new",
     "closed": "is closed",
 }
+
+
+class ParkingFull(BudgetExceeded):
+    """A request does not fit a budget, and as much is parked as ``budget_max_parked`` allows.
+
+    It is not parked; nothing was changed. Its attributes are those of :class:`BudgetExceeded`.
+
+    :param bound: the setting.
+    """
+
+    def __init__(
+        self,
+        budget: str,
+        unit: str,
+        requested: int,
+        available: int,
+        limit: int,
+        reserved: int,
+        spent: int,
+        reason: str,
+        most: int,
+        bound: int,
+    ) -> None:
+        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
+        self.args = (*self.args, bound)
+        self.bound = bound
+
+    def __str__(self) -> str:
+        return (
+            f"{super().__str__()}; it was not parked, since budget_max_parked ({self.bound}) "
+            "requests are: see 'celery -A PROJ budget parked list'"
+        )
 
 
 class OutboxFull(BudgetError):
@@ -447,18 +571,56 @@ class OutboxFull(BudgetError):
 
     :param messages: how many waited when they were last counted.
     :param bound: the setting.
+    :param retry_after: in how many seconds it makes sense to try again, at the earliest.
     """
 
-    def __init__(self, messages: int, bound: int) -> None:
-        super().__init__(messages, bound)
+    def __init__(self, messages: int, bound: int, retry_after: float | None = None) -> None:
+        super().__init__(messages, bound, retry_after)
         self.messages = messages
         self.bound = bound
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return (
             f"{self.messages} messages wait to be published, and budget_max_outbox is "
             f"{self.bound}; see that a relay runs ('celery -A PROJ budget relay --health') and "
             "that it reaches the broker, then try again"
+        )
+
+
+class QueueFull(BudgetError):
+    """A lane takes no more: enough waits in it, or no limit of it leaves room for this request.
+
+    Nothing was reserved and nothing published.
+
+    :param lane: the lane that feeds the request's queue.
+    :param reason: ``jobs`` or ``units``: as many wait as may; ``heavy``: the request alone is more
+        than may be queued, or run, at a time.
+    :param weight: the units that the request weighs.
+    :param waiting: how many jobs, or units, waited when they were last counted.
+    :param bound: the lane's limit.
+    """
+
+    def __init__(self, lane: str, reason: str, weight: int, waiting: int, bound: int) -> None:
+        super().__init__(lane, reason, weight, waiting, bound)
+        self.lane = lane
+        self.reason = reason
+        self.weight = weight
+        self.waiting = waiting
+        self.bound = bound
+
+    def __str__(self) -> str:
+        if self.reason == "heavy":
+            return (
+                f"a request of {self.weight} units is more than lane {self.lane!r} lets through at "
+                f"a time, which is {self.bound}; make it smaller, or raise the lane's "
+                "max_queued_units, max_running_units and max_waiting_units "
+                f"('celery -A PROJ budget lane set {shlex.quote(self.lane)}')"
+            )
+        return (
+            f"lane {self.lane!r} is full: {self.waiting} {self.reason} wait, and "
+            f"max_waiting_{self.reason} is {self.bound}; try again later, or see what holds it "
+            f"back: 'celery -A PROJ budget lane show {shlex.quote(self.lane)}'"
         )
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 from celery_budget.core.backoff import backoff_seconds
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
+from celery_budget.dispatcher import Dispatcher
 from celery_budget.settings import Settings
 from celery_budget.store import Store, claims, quarantine
 from celery_budget.store.claims import Due
@@ -133,6 +134,7 @@ class Relay:
         self._publisher = publisher
         self._ended = ended
         self._rests = {name: _Rest() for name in ("", *settings.brokers)}
+        self._dispatcher = Dispatcher(store, settings)
         # How often each message had no answer, as far as this relay knows, and for a while.
         self._unanswered: Counter[uuid.UUID] = Counter()
         # The result backend, which is waited for on this thread, gets a rest as well.
@@ -148,10 +150,11 @@ class Relay:
     def run_once(self, stop: threading.Event) -> Relayed:
         """Take up to a batch of due messages for each broker and bring each one step on.
 
-        A message past its ``expires`` is not published, its hold is given back. One that cannot be
-        published goes into quarantine, and its hold is given back, at once or, where the broker may
-        take it later, when its tries are used up. None of this happens to one whose task was
-        started: its result is not ours to store.
+        First lanes let go what they may, so that it is among them. A message past its ``expires``
+        is not published, its hold is given back. One that cannot be published goes into
+        quarantine, and its hold is given back, at once or, where the broker may take it later, when
+        its tries are used up. None of this happens to one whose task was started: its result is not
+        ours to store.
 
         A broker that cannot be reached is left alone for a while, longer each time.
 
@@ -161,8 +164,11 @@ class Relay:
         self.hand_back()
         if len(self._unanswered) > MOST_UNANSWERED:
             self._unanswered.clear()
-        steps: Counter[str] = Counter()
-        again = reached = False
+        dispatched = self._dispatcher.run_once()
+        for task_id in dispatched.ended:
+            self._tell(task_id)
+        steps = Counter(released=len(dispatched.ended))
+        again, reached = dispatched.released > 0, False
         for broker, rest in self._rests.items():
             if stop.is_set() or rest.lasts:
                 continue
@@ -321,17 +327,17 @@ class Relay:
         )
         if isolated:
             logger.error("%s is in quarantine, %s: %s", _named(due), reason, error)
-            self._tell(due)
+            self._tell(due.message.task_id)
         return isolated
 
     def _expire(self, fence: uuid.UUID, due: Due) -> bool:
         """End a message whose time is over; return whether it has ended now."""
         expired = self._store.run(claims.expire, self._settings.root, fence, due)
         if expired:
-            self._tell(due)
+            self._tell(due.message.task_id)
         return expired
 
-    def _tell(self, due: Due) -> None:
+    def _tell(self, task_id: str) -> None:
         """Store the result of a task that has just ended, unless the backend is to be left alone.
 
         A result backend that is down must not hold up the other messages: it is not asked again for
@@ -339,7 +345,6 @@ class Relay:
         """
         if self._results_rest.lasts:
             return
-        task_id = due.message.task_id
         if tell_task(self._store, self._settings.root, self._ended, task_id):
             self._results_rest.end()
         else:

@@ -17,9 +17,12 @@ from celery_budget.core.reservations import Again
 from celery_budget.core.usage import MONEY
 from celery_budget.errors import ConfigurationError
 
-__all__ = ["PREFIX", "Settings"]
+__all__ = ["ANY_STAGE", "PREFIX", "Settings"]
 
 PREFIX = "budget_"
+
+#: Stands for all stages that are not named.
+ANY_STAGE = "*"
 
 #: How soon a rejected message comes again, in microseconds; doubled each time.
 REJECTED_US = 1_000_000
@@ -61,10 +64,14 @@ class Settings:
     :ivar max_quarantine: how much is kept in quarantine; beyond that requests that fail for good
         are not.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
-    :ivar sweep_seconds: how often recovery and parked work are looked at.
+    :ivar sweep_seconds: how often recovery is looked at, and parked work while there is none.
     :ivar republish_seconds: after this time a published message that was never started is looked
         for, and published again where it is lost; doubled each time it was.
     :ivar park_seconds: how long a parked request waits for budget.
+    :ivar max_parked: how much may be parked; beyond that new requests are refused. What continues
+        running work is parked all the same.
+    :ivar overtake_seconds: for how long a parked request is passed by others that fit; after that
+        it goes ahead of them.
     :ivar effect_retention_seconds: how long the proofs of a request's effects are kept after its
         end; at least as long as any message of it may still come.
     :ivar lookup_seconds: for how long a task is asked what became of a lost attempt, and for as
@@ -79,6 +86,8 @@ class Settings:
     :ivar money_unit: the unit of budgets in money: millionths of a dollar.
     :ivar prices: prices of models by their names, before those of the genai-prices package; each
         by that package's names, in dollars.
+    :ivar drift_ceilings: up to which ratio of actual to estimated an estimator is good enough, by
+        stage; ``*`` for all others. Above it reports advise to mend the estimator.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -98,6 +107,8 @@ class Settings:
     sweep_seconds: float = 1.0
     republish_seconds: float = 300.0
     park_seconds: float = 86_400.0
+    max_parked: int = 10_000
+    overtake_seconds: float = 60.0
     effect_retention_seconds: float = 604_800.0
     lookup_seconds: float = 3600.0
     outcome_bytes: int = 1_048_576
@@ -106,6 +117,7 @@ class Settings:
     lock_seconds: float = 5.0
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
+    drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -137,6 +149,11 @@ class Settings:
     def park_us(self) -> int:
         """:attr:`park_seconds` in microseconds."""
         return int(self.park_seconds * 1_000_000)
+
+    @property
+    def overtake_us(self) -> int:
+        """:attr:`overtake_seconds` in microseconds."""
+        return int(self.overtake_seconds * 1_000_000)
 
     @property
     def publish_us(self) -> int:
@@ -244,6 +261,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         return _brokers(value)
     if name == "prices":
         return _prices(value)
+    if name == "drift_ceilings":
+        return _ceilings(value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     most = MOST_OF.get(name, MOST)
     if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
@@ -282,6 +301,23 @@ def _prices(value: Any) -> dict[str, dict[str, Decimal]]:
             raise ConfigurationError(f"{PREFIX}prices has {model!r}: {given!r}; {form}")
         prices[model] = {name: _price(model, name, one) for name, one in given.items()}
     return prices
+
+
+def _ceilings(value: Any) -> dict[str, float]:
+    """Return ceilings by stage as a copy, with that of all others where it is not given."""
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f"{PREFIX}drift_ceilings is no mapping of stages to ratios; give {{'STAGE': 1.2}}, "
+            f"with {ANY_STAGE!r} for all others"
+        )
+    for stage, ratio in value.items():
+        number = not isinstance(ratio, bool) and isinstance(ratio, (int, float))
+        if not isinstance(stage, str) or not number or not 0 < ratio <= MOST:
+            raise ConfigurationError(
+                f"{PREFIX}drift_ceilings has {ratio!r} for {stage!r}; give a stage and a number "
+                f"above 0, at most {MOST}"
+            )
+    return {ANY_STAGE: 1.5, **{stage: float(ratio) for stage, ratio in value.items()}}
 
 
 def _price(model: str, name: Any, value: Any) -> Decimal:

@@ -58,11 +58,11 @@ class Process:
         self._asked = False
         self._file = self.log.open("ab")
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "celery", "-A", "tests.apps.shop", *arguments],
+            [sys.executable, "-m", "celery", "-A", cluster.module.__name__, *arguments],
             cwd=cluster.folder,
             env={
                 **os.environ,
-                "SHOP_CONF": json.dumps(cluster.conf),
+                cluster.module.CONF: json.dumps(cluster.conf),
                 "PYTHONPATH": str(ROOT),
             },
             stdin=subprocess.DEVNULL,
@@ -91,7 +91,8 @@ class Process:
 
     def children(self) -> list[psutil.Process]:
         """Return the pool's processes."""
-        return psutil.Process(self.pid).children()
+        found: list[psutil.Process] = psutil.Process(self.pid).children()
+        return found
 
     def kill(self) -> None:
         """SIGKILL it with its children, as the end of their machine would, where any is left."""
@@ -122,9 +123,12 @@ class Cluster:
     """One application's processes in one folder.
 
     :param conf: the broker, result backend and ledger, and anything else to be set.
+    :param module: has the application: ``make_app`` of a configuration, which processes get in the
+        variable that ``CONF`` names.
     """
 
-    def __init__(self, folder: Path, conf: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, conf: dict[str, Any], module: Any = shop) -> None:
+        self.module = module
         self.folder = folder
         self.journal_path = folder / "journal"
         self.journal_path.touch()
@@ -144,7 +148,7 @@ class Cluster:
             "shop_journal": str(self.journal_path),
             **conf,
         }
-        self.app = shop.make_app(self.conf)
+        self.app = module.make_app(self.conf)
         self.budget: CeleryBudget = installed_on(self.app)
         self.budget.init()
         self._processes: list[Process] = []

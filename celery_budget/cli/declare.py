@@ -13,10 +13,12 @@ from rich.text import Text
 
 from celery_budget.cli.group import budget, called, installed_of, json_option, show
 from celery_budget.cli.values import RATIO, limit_of, parent_of
+from celery_budget.core.budgets import MOST_WEIGHT
 from celery_budget.core.declarations import Change
+from celery_budget.core.lane_files import LaneChange
 from celery_budget.core.periods import PERIODS
 from celery_budget.integration.install import CeleryBudget
-from celery_budget.reconcile import budget_as_dict, change_as_dict
+from celery_budget.reconcile import budget_as_dict, change_as_dict, lane_as_dict
 from celery_budget.render.budgets import changes_table, standing_view
 from celery_budget.render.documents import json_document
 from celery_budget.render.text import literal
@@ -100,6 +102,12 @@ def init(ctx: click.Context, as_json: bool) -> None:
     help="Up to which part work is admitted that continues what was started.",
 )
 @click.option(
+    "--weight",
+    cls=CeleryOption,
+    type=click.IntRange(0, MOST_WEIGHT),
+    help="Its share of a lane beside that of others, 1 unless given; with 0 its work goes last.",
+)
+@click.option(
     "--reopen", cls=CeleryOption, is_flag=True, help="Let a closed budget take requests again."
 )
 @json_option
@@ -115,6 +123,7 @@ def set_(
     anchor_day: int | None,
     soft_stop: Decimal | None,
     hard_stop: Decimal | None,
+    weight: int | None,
     reopen: bool,
     as_json: bool,
 ) -> None:
@@ -139,6 +148,7 @@ def set_(
         "anchor_day": anchor_day,
         "soft_stop": soft_stop,
         "hard_stop": hard_stop,
+        "weight": weight,
     }
     terms = {term: value for term, value in given.items() if value is not None}
     if limit is not None:
@@ -163,12 +173,12 @@ def set_(
     "--prune",
     cls=CeleryOption,
     is_flag=True,
-    help="Close what the file does not name, except for what templates made.",
+    help="Close what the file does not name, except for what templates made; delete its lanes.",
 )
 @json_option
 @click.pass_context
 def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_json: bool) -> None:
-    """Make the budgets what a file says.
+    """Make the budgets and lanes what a file says.
 
     Shows the difference, then makes all of it in one transaction, or nothing (exit status 1).
     The same file again changes nothing. - reads the standard input.
@@ -208,7 +218,7 @@ def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_js
 _DONE = {"add": "added", "change": "changed", "reopen": "reopened", "close": "closed"}
 
 
-def _summary(changes: tuple[Change, ...], dry_run: bool) -> str:
+def _summary(changes: tuple[Change | LaneChange, ...], dry_run: bool) -> str:
     kinds = [change.kind for change in changes]
     counts = ", ".join(f"{kinds.count(kind)} {did}" for kind, did in _DONE.items() if kind in kinds)
     return f"would be {counts}; nothing was changed (--dry-run)" if dry_run else counts
@@ -227,7 +237,7 @@ def _summary(changes: tuple[Change, ...], dry_run: bool) -> str:
 @json_option
 @click.pass_context
 def export(ctx: click.Context, output: Any, everything: bool, as_json: bool) -> None:
-    """Write the budgets as a file for apply.
+    """Write the budgets and lanes as a file for apply.
 
     Closed budgets are left out, and so is what templates made.
 
@@ -246,7 +256,12 @@ def export(ctx: click.Context, output: Any, everything: bool, as_json: bool) -> 
                     {"root": root, **budget_as_dict(one)}
                     for root, budgets in declared.items()
                     for one in budgets
-                ]
+                ],
+                "lanes": [
+                    {"root": root, **lane_as_dict(one)}
+                    for root, lanes in installed.declared_lanes().items()
+                    for one in lanes
+                ],
             }
         )
     else:

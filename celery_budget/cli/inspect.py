@@ -1,4 +1,4 @@
-"""Commands that show what is in the ledger: list, show, journal, report, reconcile, explain."""
+"""Commands that show what is in the ledger: how it stands, what was used, one request's life."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from celery_budget.cli.group import budget, installed_of, json_option
 from celery_budget.cli.group import show as print_out
 from celery_budget.cli.progress import Progress
 from celery_budget.cli.values import DURATION
+from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import report_view, verdict
+from celery_budget.render.tables import queued_table, report_view, suggestions_table, verdict
 from celery_budget.render.text import literal, number
 
-__all__ = ["explain", "journal", "list_", "reconcile", "report", "show"]
+__all__ = ["explain", "journal", "list_", "reconcile", "report", "show", "suggest"]
 
 
 @budget.command("list", cls=CeleryCommand)
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, as_json: bool) -> None:
-    """List all budgets with their balances, each beneath its parent; then templates.
+    """List all budgets with balances, each beneath its parent; then templates, and what waits.
 
     \b
     Examples:
@@ -36,14 +37,17 @@ def list_(ctx: click.Context, as_json: bool) -> None:
     """
     installed = installed_of(ctx)
     balances, templates = installed.balances(), installed.templates()
+    queued = installed.queued()
     if as_json:
         document = {
             "budgets": [balance_as_dict(balance) for balance in balances],
             "templates": [template.as_dict() for template in templates],
+            "parked": [one.as_dict() for one in queued],
         }
         print_out(ctx, document)
     else:
-        print_out(ctx, budgets_view(balances, templates))
+        view = budgets_view(balances, templates)
+        print_out(ctx, Group(view, Text(), queued_table(queued)) if queued else view)
 
 
 @budget.command(cls=CeleryCommand)
@@ -133,6 +137,44 @@ def report(ctx: click.Context, as_json: bool) -> None:
     """
     found = installed_of(ctx).report()
     print_out(ctx, found.as_dict() if as_json else report_view(found))
+
+
+@budget.command(cls=CeleryCommand)
+@click.option("--stage", cls=CeleryOption, help="Of one stage only.")
+@click.option(
+    "--quantile",
+    cls=CeleryOption,
+    default="0.95",
+    show_default=True,
+    help="For which share of the requests it is to be enough.",
+)
+@click.option(
+    "--since",
+    cls=CeleryOption,
+    type=DURATION,
+    help="Only by requests that ended since then: 7d, 12h.",
+)
+@json_option
+@click.pass_context
+def suggest(
+    ctx: click.Context, stage: str | None, quantile: str, since: timedelta | None, as_json: bool
+) -> None:
+    """Suggest estimates by what was used.
+
+    Of each stage's last thousand measured requests those that succeeded at their first attempt. By
+    nearest rank: it is what one of them used.
+
+    \b
+    Examples:
+      celery -A proj budget suggest
+      celery -A proj budget suggest --stage draft --quantile 0.99 --since 7d
+    """
+    try:
+        found = installed_of(ctx).suggest(stage, quantile, since)
+    except InvalidAmount as exc:
+        raise click.BadParameter(str(exc), param_hint="'--quantile'") from exc
+    document = {"suggestions": [one.as_dict() for one in found]}
+    print_out(ctx, document if as_json else suggestions_table(found))
 
 
 @budget.command(cls=CeleryCommand)

@@ -18,9 +18,20 @@ from celery_budget.errors import BudgetError
 
 # click.ParamType takes a type argument in its newer releases only.
 
-__all__ = ["AMOUNT", "DURATION", "INSTANT", "RATIO", "limit_of", "parent_of"]
+__all__ = [
+    "AMOUNT",
+    "DURATION",
+    "INSTANT",
+    "MAYBE_AMOUNT",
+    "NO_LIMIT",
+    "RATIO",
+    "limit_of",
+    "parent_of",
+]
 
 _NONE = "none"
+#: What is written as ``none`` where an option that is not given is None.
+NO_LIMIT = object()
 #: Decimal digits, in which ``_`` may group them: what int() takes beyond that (signs, blanks, the
 #: digits of other scripts) is more likely a slip than an amount.
 _DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
@@ -134,7 +145,16 @@ class _Instant(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return when
 
 
+class _MaybeAmount(_Amount):
+    name = "limit"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return NO_LIMIT if str(value).lower() == _NONE else super().convert(value, param, ctx)
+
+
 AMOUNT = _Amount()
+#: An amount, or :data:`NO_LIMIT` for ``none``.
+MAYBE_AMOUNT = _MaybeAmount()
 RATIO = _Ratio()
 DURATION = _Duration()
 INSTANT = _Instant()

@@ -17,6 +17,7 @@ from celery_budget.errors import InvalidBudget, InvalidName
 
 __all__ = [
     "MILLION",
+    "MOST_WEIGHT",
     "Balance",
     "Budget",
     "Limit",
@@ -37,6 +38,9 @@ MAX_NAME_LENGTH = 255
 
 #: A ratio of one in the form ratios are kept in: integers, parts per million.
 MILLION = 1_000_000
+
+#: How much one budget may weigh in a lane.
+MOST_WEIGHT = 1_000_000
 
 #: Stands in a template's name for one or more characters other than ``/``.
 WILDCARD = "*"
@@ -198,6 +202,8 @@ class Budget:
     :ivar soft_stop: up to which part of the limit new work is admitted, in parts per million.
     :ivar hard_stop: up to which part work is admitted that continues what was started.
     :ivar stripes: over how many rows the counters of one window are spread.
+    :ivar weight: its share of a lane beside that of others, from 0 to :data:`MOST_WEIGHT`; with 0
+        its work goes last.
     :raises InvalidName: for what cannot be a name or a unit.
     :raises InvalidAmount: for what cannot be a limit.
     :raises InvalidBudget: for terms that cannot be met together.
@@ -211,6 +217,7 @@ class Budget:
     soft_stop: int = MILLION
     hard_stop: int = MILLION
     stripes: int = 1
+    weight: int = 1
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -232,6 +239,11 @@ class Budget:
             raise InvalidBudget(
                 f"the stripes of {self.name!r} are {self.stripes!r}; this release keeps the "
                 "counters of a budget in one row: leave it out or give 1"
+            )
+        if type(self.weight) is not int or not 0 <= self.weight <= MOST_WEIGHT:
+            raise InvalidBudget(
+                f"the weight of {self.name!r} is {self.weight!r}; give an integer from 0 (goes "
+                f"last) to {MOST_WEIGHT:_}"
             )
 
     def _check_parent(self) -> None:
@@ -265,16 +277,17 @@ class Budget:
             self.soft_stop,
             self.hard_stop,
             self.stripes,
+            self.weight,
         )
 
 
 def with_terms(before: Budget | None, name: str, terms: Mapping[str, Any]) -> Budget:
     """Return ``before``, or a new budget ``name``, with ``terms``; what is not given stays.
 
-    :param terms: ``unit``, ``limit``, ``parent``, ``soft_stop``, ``hard_stop``, ``stripes``, as
-        those of :class:`Budget`; ``period``, ``timezone``, ``anchor_day``, as those of
-        :class:`~celery_budget.core.periods.Period`. Another period has its own anchor day. A hard
-        stop that is given alone takes a soft stop above it along.
+    :param terms: ``unit``, ``limit``, ``parent``, ``soft_stop``, ``hard_stop``, ``stripes``,
+        ``weight``, as those of :class:`Budget`; ``period``, ``timezone``, ``anchor_day``, as those
+        of :class:`~celery_budget.core.periods.Period`. Another period has its own anchor day. A
+        hard stop that is given alone takes a soft stop above it along.
     :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for what cannot be.
     """
     given = dict(terms)

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_budget.errors import PolicyError
 
-__all__ = ["call", "parameters_of", "wanted"]
+__all__ = ["call", "parameters_of", "signature_of_callable", "wanted"]
 
 Parameter = inspect.Parameter
 
@@ -18,7 +18,7 @@ def wanted(function: Callable[..., Any]) -> tuple[list[str], list[str], bool]:
     needed: list[str] = []
     optional: list[str] = []
     any_name = False
-    for parameter in _signature(function).parameters.values():
+    for parameter in signature_of_callable(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             any_name = True
         elif parameter.kind is not parameter.VAR_POSITIONAL:
@@ -33,7 +33,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
     by_name = {name: arguments[name] for name in names if name in arguments}
     positional = [
         by_name.pop(parameter.name)
-        for parameter in _signature(function).parameters.values()
+        for parameter in signature_of_callable(function).parameters.values()
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.name in by_name
     ]
     return function(*positional, **by_name)
@@ -59,7 +59,11 @@ def parameters_of(functions: Iterable[Callable[..., Any]]) -> list[Parameter]:
     return parameters
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def signature_of_callable(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of ``function``.
+
+    :raises PolicyError: where it does not tell it.
+    """
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as exc:

@@ -26,6 +26,8 @@ from celery_budget.core.budgets import (
     match,
     parts_per_million,
 )
+from celery_budget.core.lane_files import parse_lanes
+from celery_budget.core.lanes import Lane
 from celery_budget.core.periods import Period
 from celery_budget.errors import BudgetError, InvalidBudget
 
@@ -35,7 +37,7 @@ else:
     # mypy takes this branch wherever it runs, and only Python 3.10 has the package.
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["Change", "compare", "parse", "written"]
+__all__ = ["Change", "compare", "parse", "parse_lanes_of", "written"]
 
 #: The keys of a table: the types of their values, and what to give.
 _KEYS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -44,7 +46,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("parent", "root", "period", "timezone"), ((str,), "text in quotes")),
     "anchor_day": ((int,), "an integer"),
     **dict.fromkeys(("soft_stop", "hard_stop"), ((int, float), "a ratio such as 0.8")),
-    "stripes": ((int,), "an integer"),
+    **dict.fromkeys(("stripes", "weight"), ((int,), "an integer")),
 }
 _UNLIMITED = "none"
 
@@ -105,7 +107,7 @@ def parse(text: str, root: str, source: str = "budgets.toml") -> dict[str, tuple
         tables that cannot stand beside each other.
     """
     by_root: dict[str, dict[str, _Table]] = {}
-    for number, terms in enumerate(_load(text, source), 1):
+    for number, terms in enumerate(_load(text, source)[0], 1):
         table = _checked(terms, f"{source}, [[budget]] {number}", root)
         twin = by_root.setdefault(table.root, {}).setdefault(table.name, table)
         if twin is not table:
@@ -114,6 +116,16 @@ def parse(text: str, root: str, source: str = "budgets.toml") -> dict[str, tuple
                 "two out"
             )
     return {name: _budgets(tables) for name, tables in by_root.items()}
+
+
+def parse_lanes_of(
+    text: str, root: str, source: str = "budgets.toml"
+) -> dict[str, tuple[Lane, ...]]:
+    """Return the lanes that a file declares, by root; see :func:`parse`.
+
+    :raises InvalidBudget: for what is no such file, and for a table that declares no lane.
+    """
+    return parse_lanes(_load(text, source)[1], root, source)
 
 
 def written(budgets: Mapping[str, Iterable[Budget]], root: str) -> str:
@@ -171,23 +183,25 @@ def compare(
     return (*changes, *(Change(root, name, "close", existing[name], None) for name in closes))
 
 
-def _load(text: str, source: str) -> list[dict[str, Any]]:
-    """Return the tables of a file."""
+def _load(text: str, source: str) -> tuple[list[dict[str, Any]], Any]:
+    """Return the tables of a file: those of budgets, and what it says of lanes."""
     try:
         document: dict[str, Any] = tomllib.loads(text)
     # Numbers of thousands of digits and deep nesting meet limits of the interpreter instead.
     except (ValueError, RecursionError) as exc:
         raise InvalidBudget(f"{source} is no TOML, mend it there: {exc}") from exc
     for key in document:
-        if key != "budget":
+        if key not in ("budget", "lane"):
             raise InvalidBudget(
                 f"{source} has {key!r} at its top; there is nothing but tables that begin with "
-                "[[budget]], with their keys below"
+                "[[budget]] or [lane.NAME], with their keys below"
             )
-    tables = document.get("budget")
-    if not (isinstance(tables, list) and tables and all(isinstance(one, dict) for one in tables)):
+    tables = document.get("budget", [] if document.get("lane") else None)
+    if not (isinstance(tables, list) and all(isinstance(one, dict) for one in tables)) or not (
+        tables or "lane" in document
+    ):
         raise InvalidBudget(f"{source} has no list of budgets; begin each with [[budget]]")
-    return tables
+    return tables, document.get("lane", {})
 
 
 def _checked(terms: dict[str, Any], where: str, root: str) -> _Table:
@@ -252,6 +266,7 @@ def _budget(table: _Table, units: Mapping[str, str | None]) -> Budget:
             soft_stop=hard_stop if soft_stop is None else parts_per_million(soft_stop, "soft_stop"),
             hard_stop=hard_stop,
             stripes=terms.get("stripes", Budget.stripes),
+            weight=terms.get("weight", Budget.weight),
         )
     except BudgetError as exc:
         raise InvalidBudget(f"{table.where}: {exc}") from exc
@@ -280,6 +295,7 @@ def _terms(budget: Budget) -> dict[str, _Value]:
         "soft_stop": Decimal(budget.soft_stop) / MILLION,
         "hard_stop": Decimal(budget.hard_stop) / MILLION,
         "stripes": budget.stripes,
+        "weight": budget.weight,
     }
 
 

@@ -6,7 +6,7 @@ The PostgreSQL function ``budget_decide`` is the same in SQL; one contract suite
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from celery_budget.core.amounts import MAX_AMOUNT
@@ -14,7 +14,7 @@ from celery_budget.core.budgets import MILLION, most
 from celery_budget.core.reservations import Line, Refused
 from celery_budget.errors import PolicyError
 
-__all__ = ["OPEN", "Draw", "Level", "chain", "decide", "limits_in_force", "short"]
+__all__ = ["OPEN", "Draw", "Level", "chain", "decide", "limits_in_force", "queued", "short"]
 
 #: The state of a budget that takes new requests.
 OPEN = "open"
@@ -136,6 +136,30 @@ def decide(
             )
             refused = refused or short(level, *limits[level.budget], line.amount, finishing)
     return refused or tuple(draws.values())
+
+
+def queued(
+    levels: Mapping[str, Level], draws: Sequence[Draw], ahead: Collection[str]
+) -> Refused | None:
+    """Return why a new request waits though it fits; none where it does not.
+
+    :param ahead: the budgets that are kept for what was parked before.
+    """
+    draw = next((one for one in draws if one.budget in ahead), None)
+    if draw is None:
+        return None
+    level = levels[draw.budget]
+    limit, _ = limits_in_force(levels, draw.budget)[draw.budget]
+    return Refused(
+        draw.budget,
+        draw.unit,
+        draw.amount,
+        MAX_AMOUNT if limit is None else limit,
+        level.reserved,
+        level.spent,
+        "queued",
+        most(limit, level.soft_stop),
+    )
 
 
 def mixed(budget: str) -> PolicyError:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
+from celery_budget.core.backpressure import Pace, spread, wait_seconds
 from celery_budget.core.budgets import check_own_name
 from celery_budget.core.retries import Keep
-from celery_budget.errors import BudgetExceeded, PolicyError
+from celery_budget.errors import BudgetExceeded, ParkingFull, PolicyError
 
 __all__ = [
     "CHARGES",
@@ -37,9 +38,12 @@ __all__ = [
     "Claimed",
     "Closed",
     "Conflict",
+    "Crowded",
     "Ended",
     "Exceeded",
     "Extended",
+    "Full",
+    "GivenUp",
     "Happened",
     "Line",
     "Missing",
@@ -118,6 +122,8 @@ class ReserveRequest:
     :ivar shadows: what other versions of its estimator would have promised, by their versions, as
         JSON; none for none.
     :ivar tenant: whose share of a lane it counts to; the owner's unless given.
+    :ivar parks: whether it waits where it does not fit, if it is new; what goes on always does.
+    :ivar park_us: for how many microseconds it waits at most; none for the setting's.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -145,6 +151,8 @@ class ReserveRequest:
     within_us: int | None = None
     shadows: str | None = None
     tenant: str | None = None
+    parks: bool = False
+    park_us: int | None = None
 
     @property
     def weight(self) -> int:
@@ -177,9 +185,10 @@ class AlreadyReserved:
 class Refused:
     """A budget was short; nothing was changed. Amounts as seen when it was refused.
 
-    :ivar reason: ``exhausted``, ``held``, ``blocked``, ``draining`` or ``closed``; see
+    :ivar reason: ``exhausted``, ``held``, ``queued``, ``blocked``, ``draining`` or ``closed``; see
         :class:`~celery_budget.BudgetExceeded`.
     :ivar most: up to what the request might have filled the budget.
+    :ivar pace: how soon it may have room; none where that was not looked at.
     """
 
     budget: str
@@ -190,9 +199,12 @@ class Refused:
     spent: int
     reason: str
     most: int
+    pace: Pace | None = field(default=None, compare=False)
 
     def error(self) -> BudgetExceeded:
-        """Return what the caller is told."""
+        """Return what the caller is told, with a time to come back that is its own."""
+        needed = self.requested - (self.most - self.reserved - self.spent)
+        wait = wait_seconds(self.reason, needed, self.requested > self.most, self.pace)
         return BudgetExceeded(
             self.budget,
             self.unit,
@@ -203,14 +215,61 @@ class Refused:
             self.spent,
             self.reason,
             self.most,
+            spread(wait),
         )
 
 
 @dataclass(frozen=True)
 class Parked:
-    """The request waits for budget and holds nothing new."""
+    """The request waits for budget and holds nothing new, now or as it was parked before."""
 
     parked_id: uuid.UUID
+
+
+@dataclass(frozen=True)
+class Crowded:
+    """The request did not fit, and as much is parked already as may be; nothing was changed.
+
+    :ivar refused: what it was refused with.
+    :ivar bound: how much may be parked.
+    """
+
+    refused: Refused
+    bound: int
+
+    def error(self) -> ParkingFull:
+        """Return what the caller is told."""
+        one = self.refused.error()
+        return ParkingFull(
+            one.budget,
+            one.unit,
+            one.requested,
+            one.available,
+            one.limit,
+            one.reserved,
+            one.spent,
+            one.reason,
+            one.most,
+            self.bound,
+        )
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Parked work whose time was over before its budget came back.
+
+    :ivar budget: the budget that was short.
+    :ivar amount: how much more it needed of that.
+    :ivar since_us: when it was parked, in microseconds since the epoch.
+    """
+
+    task_id: str
+    task_name: str
+    owner: str
+    request_id: str
+    budget: str
+    amount: int
+    since_us: int
 
 
 Admitted = Reserved | AlreadyReserved | Refused | Parked
@@ -221,6 +280,20 @@ class Backlogged:
     """Too many messages wait to be published already; nothing was changed."""
 
     messages: int
+    bound: int
+
+
+@dataclass(frozen=True)
+class Full:
+    """The lane that feeds the request's queue takes it not; nothing was changed.
+
+    See :class:`~celery_budget.QueueFull`.
+    """
+
+    lane: str
+    reason: str
+    weight: int
+    waiting: int
     bound: int
 
 
@@ -251,7 +324,18 @@ class Skipped:
 
 
 #: What comes of one of several requests that are admitted together.
-Tried = Reserved | AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped
+Tried = (
+    Reserved
+    | AlreadyReserved
+    | Parked
+    | Refused
+    | Crowded
+    | Unknown
+    | Conflict
+    | Backlogged
+    | Full
+    | Skipped
+)
 
 
 @dataclass(frozen=True)

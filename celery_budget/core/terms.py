@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from celery_budget.core.amounts import check_amount
+from celery_budget.core.amounts import MAX_AMOUNT, check_amount
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import Fingerprint, fingerprint
+from celery_budget.core.parking import Parking
 from celery_budget.core.policies import Evaluation, joined
 from celery_budget.core.reservations import Line
 from celery_budget.errors import PolicyError
@@ -21,6 +24,9 @@ class Terms:
 
     :ivar fingerprint: of the task and its bound arguments.
     :ivar deadline: when it is to be over, unless the call says so.
+    :ivar ask_shadows: asks the shadows of its estimator; what each would have promised, by name and
+        version. Asked where the call is admitted, and not for each look at its terms.
+    :ivar parking: what becomes of it where it does not fit.
     """
 
     stage: str
@@ -29,14 +35,22 @@ class Terms:
     evaluation: Evaluation
     fingerprint: Fingerprint
     deadline: Deadline | None = None
+    ask_shadows: Callable[[], Mapping[str, int]] = field(default=dict, compare=False, repr=False)
+
+    def shadows(self) -> str | None:
+        """Return what its shadows would have promised, as JSON; none without any."""
+        asked = self.ask_shadows()
+        return json.dumps(asked, sort_keys=True) if asked else None
+
+    parking: Parking = field(default_factory=Parking)
 
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
     """Return the terms of a call of ``task_name`` that makes all of ``calls``, at least one.
 
     They draw on all the budgets that any of them names, in the order in which those are named
-    first; the owner is that of the first call. Stage, estimator and version are those of the first
-    call as well.
+    first; the owner is that of the first call. Stage, estimator, version, tenant, deadline and
+    parking are those of the first call as well.
 
     :param arguments: what the fingerprint is of, beside the task's name.
     :raises InvalidAmount: where a sum is too large.
@@ -55,6 +69,25 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
     lines = tuple(Line(budget, amount, charge) for (budget, charge), amount in amounts.items())
     return replace(
         calls[0],
-        evaluation=Evaluation(lines, arguments, joined(call.evaluation.prices for call in calls)),
+        evaluation=Evaluation(
+            lines,
+            arguments,
+            joined(call.evaluation.prices for call in calls),
+            calls[0].evaluation.tenant,
+        ),
         fingerprint=fingerprint(task_name, arguments),
+        ask_shadows=lambda: _summed_shadows(calls),
     )
+
+
+def _summed_shadows(calls: Sequence[Terms]) -> Mapping[str, int]:
+    """Return the sums of what all calls would have been promised; without what one was not."""
+    sums: Counter[str] = Counter()
+    answers = [call.ask_shadows() for call in calls]
+    for answer in answers:
+        sums.update(answer)
+    return {
+        key: amount
+        for key, amount in sums.items()
+        if amount <= MAX_AMOUNT and all(key in answer for answer in answers)
+    }

@@ -18,6 +18,7 @@ from celery.result import GroupResult
 
 from celery_budget.core.deadlines import Deadline, earliest
 from celery_budget.core.identity import derived_id
+from celery_budget.core.parking import PARK
 from celery_budget.errors import PolicyError
 from celery_budget.integration.batch import Batch, TurnedAway, current_batch, together
 from celery_budget.integration.chords import told_at_admission
@@ -85,6 +86,13 @@ def _given(canvas: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> _Giv
         partial = False
     if type(partial) is not bool:
         raise PolicyError(f"partial= is {partial!r}; give True or False")
+    on_refused = options.get("on_refused", canvas.options.get("on_refused"))
+    if on_refused == PARK and isinstance(canvas, (group, _chord)) and not partial:
+        raise PolicyError(
+            "on_refused='park' is not for a group or a chord, which is admitted whole or refused: "
+            "publish its tasks by themselves, or give a group partial=True as well, where each "
+            "that does not fit waits"
+        )
     if any(name in canvas.options for name in OURS):
         canvas = canvas.clone()
         canvas.options = {name: value for name, value in canvas.options.items() if name not in OURS}

@@ -24,6 +24,7 @@ from celery.utils.nodenames import gethostname
 from celery_budget import settlement
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
+from celery_budget.core.parking import Parking
 from celery_budget.core.reservations import (
     AlreadyReserved,
     Closed,
@@ -234,6 +235,8 @@ def _request(
     deadline = deadline_of(asked, _continued(budget), options.pop(UNTIL, None))
     if type(finishing) is not bool:
         raise PolicyError(f"finishing= of {task.name} is {finishing!r}; give True or False")
+    # Nobody could wait in place: it is refused there. What was said has to mean something.
+    Parking(options.pop("on_refused", None), options.pop("park_for", None))
     owner = terms.evaluation.budget
     task_id = checked_id("a task id", options.get("task_id") or _id_of(owner, request_id))
     if request_id is not None and task_id != _id_of(owner, request_id):
@@ -254,6 +257,7 @@ def _request(
         estimator_version=terms.version,
         lines=terms.evaluation.lines,
         prices=terms.evaluation.prices,
+        shadows=terms.shadows(),
         opaque=terms.fingerprint.opaque,
         nesting=_nesting(task_id, options),
         retries=int(options.get("retries") or 0),

@@ -23,6 +23,7 @@ from celery_budget.admission import Publication
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
 from celery_budget.core.messages import WireMessage
+from celery_budget.core.parking import PARK, Parking
 from celery_budget.core.reservations import (
     Admitted,
     AlreadyReserved,
@@ -114,6 +115,7 @@ class Gate:
         if call.ours.request_id is not None:
             request_id = checked_id("request_id", call.ours.request_id)
             _check_stands_for(request_id, owner, task_id)
+        parking = terms.parking.given_by(call.ours.parking)
         request = ReserveRequest(
             reservation_id=new_id(),
             root=self._budget.settings.root,
@@ -127,6 +129,8 @@ class Gate:
             estimator_version=terms.version,
             lines=terms.evaluation.lines,
             prices=terms.evaluation.prices,
+            tenant=terms.evaluation.tenant,
+            shadows=terms.shadows(),
             opaque=terms.fingerprint.opaque,
             nesting=int(message.headers.get("replaced_task_nesting") or 0),
             parent=self._parent(call),
@@ -134,6 +138,8 @@ class Gate:
             finishing=call.ours.finishing or call.origin != "new",
             deadline_us=deadline.at_us,
             within_us=deadline.within_us,
+            parks=parking.parks and call.origin == "new",
+            park_us=parking.park_us,
         )
         delivered = delivered_now()
         if delivered is not None and delivered.task_id == task_id:
@@ -256,7 +262,16 @@ class Gate:
 
 
 #: The options that callers give.
-GIVEN = ("request_id", "finishing", "order_key", "reserve", "partial", "deadline")
+GIVEN = (
+    "request_id",
+    "finishing",
+    "order_key",
+    "reserve",
+    "partial",
+    "deadline",
+    "on_refused",
+    "park_for",
+)
 
 
 @dataclass(frozen=True)
@@ -275,6 +290,8 @@ class _Ours:
     reserve: Any = None
     partial: Any = False
     deadline: Any = None
+    on_refused: Any = None
+    park_for: Any = None
     planned: Any = None
     until_us: int | None = None
     canvas: Any = None
@@ -307,6 +324,19 @@ class _Ours:
             )
         if self.order_key is not None:
             checked_id(f"order_key= of {name}", self.order_key)
+        if self.parking.parks and self.reserve is not None:
+            raise PolicyError(
+                f"on_refused={PARK!r} of {name}: a chain that is reserved whole is admitted or "
+                "refused; leave reserve='chain' out, and its first step waits"
+            )
+
+    @property
+    def parking(self) -> Parking:
+        """What becomes of this call where it does not fit, as far as it says so.
+
+        :raises PolicyError: where that means nothing.
+        """
+        return Parking(self.on_refused, self.park_for)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from celery import Celery
@@ -11,10 +12,20 @@ from celery.canvas import Signature
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import settlement, telling
+from celery_budget import admission, reconcile, settlement, telling
+from celery_budget.core.backpressure import Outlook
+from celery_budget.core.estimators import Estimators, estimators
 from celery_budget.core.jobs import Job
+from celery_budget.core.policies import BudgetLine
 from celery_budget.core.reservations import Cancelling, Closed, Missing
-from celery_budget.errors import BudgetError, NotInstalled, PolicyError, RequestRuns, UnknownRequest
+from celery_budget.errors import (
+    BudgetError,
+    NotInstalled,
+    NotParked,
+    PolicyError,
+    RequestRuns,
+    UnknownRequest,
+)
 from celery_budget.integration import canvas, eager_canvas, jobs, reuse
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
@@ -24,6 +35,7 @@ from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
 from celery_budget.integration.ledger import Ledger
 from celery_budget.integration.results import BackendResults
+from celery_budget.integration.terms import lines_of_call
 from celery_budget.spool import Spool
 
 __all__ = ["CeleryBudget"]
@@ -59,6 +71,11 @@ class CeleryBudget(Ledger):
         super().__init__(app)
         install_on(app, self)
         self._install()
+
+    @property
+    def estimators(self) -> Estimators:
+        """The estimators that are registered in this process, for ``estimate="NAME"``."""
+        return estimators
 
     @cached_property
     def brokers(self) -> Brokers:
@@ -106,6 +123,17 @@ class CeleryBudget(Ledger):
             return "requested"
         telling.tell_task(self.store, self.settings.root, BackendResults(self.app).ended, task_id)
         return "ended"
+
+    def discard_parked(self, some_id: str) -> None:
+        """Cancel what is parked; see :meth:`cancel`. Its result says that it was cancelled.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotParked: where nothing with this id is parked.
+        """
+        found = reconcile.find_parked(self.store, self.settings, some_id)
+        if found is None:
+            raise NotParked(some_id)
+        self.cancel(found.task_id)
 
     def _terminate(self, task_id: str, node: str, signal: str) -> bool:
         """Have a worker kill the process that runs a task; return whether it says that it does."""
@@ -159,6 +187,36 @@ class CeleryBudget(Ledger):
         :raises PolicyError: for a task without ``reuse=``, and arguments that it cannot have.
         """
         return reuse.forget(self, what, tuple(args), kwargs or {}, owner)
+
+    def would_admit(
+        self,
+        task: Any = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
+        finishing: bool = False,
+    ) -> Outlook:
+        """Tell whether a publication would be admitted now; nothing is changed and nothing locked.
+
+        ``budget.would_admit(draft, ("acme",))``: as true or false, with ``error`` (what the
+        publication would raise) and ``retry_after``. It holds nothing: by the time of the
+        publication another one may have been faster. What is not looked at is whether the request
+        was made before, which would be admitted whatever is left.
+
+        :param task: a task, its name, or the signature of a single task.
+        :param args: its arguments, as of ``apply_async``; of a signature what is added to its own.
+        :param kwargs: the same.
+        :param lines: instead of a task, amounts by budgets, or lines with constant estimates.
+        :param finishing: as of ``apply_async``.
+        :raises PolicyError, EstimateError, InvalidAmount, InvalidName: where it cannot be worked
+            out what is asked for.
+        :raises StoreError: where the ledger cannot be read.
+        """
+        asked = lines_of_call(self.app, task, args, kwargs or {}, lines)
+        if not asked:
+            return Outlook(True)
+        return admission.outlook(self.store, self.settings, asked, finishing)
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

@@ -19,12 +19,16 @@ from celery_budget import reconcile as shown
 from celery_budget.core import declarations
 from celery_budget.core.budgets import Balance, Budget, Limit, Share, check_text, parts_per_million
 from celery_budget.core.declarations import Change
+from celery_budget.core.estimates import checked_quantile
 from celery_budget.core.identity import new_id
+from celery_budget.core.lane_files import LaneChange, written_lanes
+from celery_budget.core.lanes import Lane
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Missing, Refused
 from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
 from celery_budget.integration.capture import arguments_of, with_header
 from celery_budget.integration.context import HEADER, header
+from celery_budget.integration.lanes import Lanes
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD
 from celery_budget.settings import Settings
@@ -34,6 +38,7 @@ from celery_budget.store import (
     budgets,
     declaring,
     grants,
+    lanes,
     migrate,
     quarantine,
 )
@@ -74,7 +79,7 @@ class Receipt:
 class _Tried(Exception):
     """Ends a transaction that was only tried, with what it would have changed."""
 
-    def __init__(self, changes: tuple[Change, ...]) -> None:
+    def __init__(self, changes: tuple[Change | LaneChange, ...]) -> None:
         super().__init__()
         self.changes = changes
 
@@ -112,6 +117,11 @@ class Ledger:
                     self._store = Store(self.settings.database_url, self.settings.lock_seconds)
         return self._store
 
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of this ledger: :class:`~celery_budget.integration.lanes.Lanes`."""
+        return Lanes(self)
+
     def init(self) -> str:
         """Create the ledger's tables or bring them up to date; return their version."""
         return self.store.run(migrate.upgrade)
@@ -136,6 +146,7 @@ class Ledger:
         anchor_day: int | None = None,
         soft_stop: float | Decimal | str | None = None,
         hard_stop: float | Decimal | str | None = None,
+        weight: int | None = None,
         reopen: bool = False,
     ) -> Budget:
         """Create the budget ``name`` or change it; with a ``*`` in its name, a template.
@@ -156,6 +167,8 @@ class Ledger:
         :param anchor_day: where a week (1 is Monday) or a month begins.
         :param soft_stop: up to which part of the limit new work is admitted: 0.8 or ``"0.8"``.
         :param hard_stop: up to which part work is admitted that continues what was started.
+        :param weight: its share of a lane beside that of others, 1 unless given; with 0 its work
+            goes last.
         :param reopen: let it take requests again, where it is closed or draining.
         :return: the budget as it is declared then.
         :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for terms that cannot be.
@@ -168,6 +181,7 @@ class Ledger:
             "anchor_day": anchor_day,
             "soft_stop": _stop(soft_stop, f"the soft stop of {name!r}"),
             "hard_stop": _stop(hard_stop, f"the hard stop of {name!r}"),
+            "weight": weight,
         }
         terms = {term: value for term, value in terms.items() if value is not None}
         if limit is not KEEP:
@@ -184,12 +198,13 @@ class Ledger:
         source: str = "budgets.toml",
         prune: bool = False,
         dry_run: bool = False,
-    ) -> tuple[Change, ...]:
-        """Make the budgets what a file of ``[[budget]]`` tables says, in one transaction.
+    ) -> tuple[Change | LaneChange, ...]:
+        """Make budgets and lanes what a file of ``[[budget]]`` and ``[lane.NAME]`` tables says.
 
-        Its keys are ``name, unit, limit, parent, root, period, timezone, anchor_day, soft_stop,
-        hard_stop, stripes``. The same file again changes nothing. What it names is open
-        afterwards, closed as it may have been.
+        In one transaction. A lane's keys are its terms, with ``max_wait_seconds``; whether it is
+        paused is not among them. A budget's keys are ``name, unit, limit, parent, root, period,
+        timezone, anchor_day, soft_stop, hard_stop, stripes, weight``. The same file again changes
+        nothing. What it names is open afterwards, closed as it may have been.
 
         :param text: what the file says, in TOML.
         :param source: what the file is called in errors.
@@ -200,24 +215,30 @@ class Ledger:
         :raises HoldsOpen: where a budget is to be closed that requests still draw on.
             Nothing was changed.
         """
-        wanted = declarations.parse(text, self.settings.root, source)
+        wanted = self._wanted(text, source)
         if not dry_run:
-            return self.store.run(declaring.apply, wanted, prune)
+            return self.store.run(_apply, *wanted, prune)
         try:
-            self.store.run(_try_apply, wanted, prune)
+            self.store.run(_try_apply, *wanted, prune)
         except _Tried as tried:
             return tried.changes
         raise AssertionError("a trial has no other end")  # pragma: no cover
 
     def difference(
         self, text: str, *, source: str = "budgets.toml", prune: bool = False
-    ) -> tuple[Change, ...]:
+    ) -> tuple[Change | LaneChange, ...]:
         """Return what :meth:`apply` would change, whether the ledger would refuse it or not.
 
         :raises InvalidBudget: for what is no such file.
         """
-        wanted = declarations.parse(text, self.settings.root, source)
-        return self.store.run(declaring.apply, wanted, prune, True)
+        return self.store.run(_apply, *self._wanted(text, source), prune, True)
+
+    def _wanted(
+        self, text: str, source: str
+    ) -> tuple[dict[str, tuple[Budget, ...]], dict[str, tuple[Lane, ...]]]:
+        root = self.settings.root
+        wanted = declarations.parse(text, root, source)
+        return wanted, declarations.parse_lanes_of(text, root, source)
 
     def export(self, roots: Iterable[str] | None = None, *, everything: bool = False) -> str:
         """Return the file that :meth:`apply` would make these budgets from; empty without any.
@@ -229,7 +250,16 @@ class Ledger:
         :param roots: whose budgets; by default those of this application's root.
         :param everything: also those that templates made.
         """
-        return declarations.written(self.declared(roots, everything=everything), self.settings.root)
+        own = self.settings.root
+        budgets = declarations.written(self.declared(roots, everything=everything), own)
+        lanes = written_lanes(self.declared_lanes(roots), own)
+        return "\n".join(filter(None, (budgets, lanes)))
+
+    def declared_lanes(self, roots: Iterable[str] | None = None) -> dict[str, list[Lane]]:
+        """Return the lanes of :meth:`export` as they are declared, by root."""
+        own = self.settings.root
+        names = [own] if roots is None else [check_text(root, "a root") for root in roots]
+        return {root: list(self.store.read(lanes.find, root).values()) for root in names}
 
     def declared(
         self, roots: Iterable[str] | None = None, *, everything: bool = False
@@ -417,9 +447,40 @@ class Ledger:
         if not self.store.run(quarantine.discard, self.settings.root, some_id):
             raise NotQuarantined(some_id)
 
+    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
+        return shown.parked(self.store, self.settings, limit)
+
+    def queued(self) -> tuple[shown.Queued, ...]:
+        """Return for each budget that anything waits for how much, and for how long."""
+        return shown.queued(self.store, self.settings)
+
     def report(self) -> shown.Report:
         """Return balances, counts, drift and whether the ledger adds up."""
         return shown.report(self.store, self.settings)
+
+    def suggest(
+        self,
+        stage: str | None = None,
+        quantile: float | Decimal | str = "0.95",
+        since: datetime | timedelta | None = None,
+    ) -> tuple[shown.Suggestion, ...]:
+        """Suggest estimates by what was used, for each stage and unit.
+
+        Of the last thousand requests of a stage whose usage was measured those count that succeeded
+        at their first attempt. By nearest rank: a suggestion is what one of them used.
+
+        :param stage: of that one only.
+        :param quantile: for which share of the requests it is to be enough, above 0 and up to 1.
+        :param since: only by requests that ended since then, with a time zone, or within that time.
+        :raises InvalidAmount: for what is no such quantile.
+        :raises InvalidBudget: for an instant without a time zone.
+        """
+        share = checked_quantile(quantile)
+        since_us, lasting_us = _since(since)
+        return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""
@@ -441,6 +502,17 @@ class Ledger:
         return shown.explain(self.store, self.settings, some_id)
 
 
+def _since(since: Any) -> tuple[int | None, int | None]:
+    """Return since when, or for how long before now, in microseconds."""
+    if since is None or isinstance(since, timedelta):
+        return None, None if since is None else since // _MICROSECOND
+    if not isinstance(since, datetime) or since.utcoffset() is None:
+        raise InvalidBudget(
+            f"since= is {since!r}; give a datetime with a time zone, or a timedelta before now"
+        )
+    return max((since - _EPOCH) // _MICROSECOND, 0), None
+
+
 def _from_the_start(message: WireMessage) -> WireMessage:
     """Return a message whose task has failed as that of a first attempt, that no chord hears of."""
     return with_header(with_header(message, "retries", 0), TOLD, 1)
@@ -458,10 +530,27 @@ def _set(
     return declaring.set_budget(connection, root, name, terms, reopen)
 
 
+def _apply(
+    connection: Connection,
+    wanted: dict[str, tuple[Budget, ...]],
+    lanes_wanted: dict[str, tuple[Lane, ...]],
+    prune: bool,
+    only_compare: bool = False,
+) -> tuple[Change | LaneChange, ...]:
+    both = {root: lanes_wanted.get(root, ()) for root in wanted} if prune else {}
+    return (
+        *declaring.apply(connection, wanted, prune, only_compare),
+        *lanes.apply(connection, both | lanes_wanted, prune, only_compare),
+    )
+
+
 def _try_apply(
-    connection: Connection, wanted: dict[str, tuple[Budget, ...]], prune: bool
-) -> tuple[Change, ...]:
-    raise _Tried(declaring.apply(connection, wanted, prune))
+    connection: Connection,
+    wanted: dict[str, tuple[Budget, ...]],
+    lanes_wanted: dict[str, tuple[Lane, ...]],
+    prune: bool,
+) -> tuple[Change | LaneChange, ...]:
+    raise _Tried(_apply(connection, wanted, lanes_wanted, prune))
 
 
 def _declared(

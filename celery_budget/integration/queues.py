@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,42 @@ class KombuQueues:
             self._close(broker)
             raise
 
+    def consumers(self, broker: str, name: str) -> int | None:
+        """Return how many consumers a queue has; none where its broker does not say.
+
+        A queue that does not exist has none.
+
+        :raises Exception: where the broker cannot be asked.
+        """
+        with suppress(Exception):
+            if broker in self._links:
+                return self._consumers(broker, name)
+        return self._consumers(broker, name)
+
+    def _consumers(self, broker: str, name: str) -> int | None:
+        try:
+            link = self._links.get(broker) or self._open(broker)
+            # Of virtual transports nothing but AMQP's brokers counts them.
+            if link.connection.transport.driver_type != "amqp":
+                return None
+            found = self._declared(link, name)
+            return 0 if found is None else int(found.consumer_count)
+        except BaseException:
+            self._close(broker)
+            raise
+
+    @contextmanager
+    def opened(self, broker: str) -> Iterator[Connection]:
+        """Lend a new connection to a broker, which answers within seconds or not at all.
+
+        :raises Exception: where it cannot be opened.
+        """
+        link = self._link(broker)
+        try:
+            yield link.connection
+        finally:
+            _drop(link.connection)
+
     def _names(self, envelope: dict[str, Any]) -> set[str]:
         """Return the names of the queues that get a message, as far as they are known here.
 
@@ -107,8 +144,16 @@ class KombuQueues:
 
         :raises Exception: where that cannot be told, as where its node is down.
         """
+        found = self._declared(link, name)
+        return 0 if found is None else int(found.message_count)
+
+    def _declared(self, link: _Link, name: str) -> Any:
+        """Return what a broker says of a queue; none where there is no such queue.
+
+        :raises Exception: where that cannot be told, as where its node is down.
+        """
         try:
-            return int(link.channel.queue_declare(name, passive=True).message_count)
+            return link.channel.queue_declare(name, passive=True)
         except link.connection.channel_errors as exc:
             # RabbitMQ closes a channel with its error.
             with suppress(Exception):
@@ -117,9 +162,13 @@ class KombuQueues:
             missing = str(getattr(exc, "reply_code", "")) == "404" and "no queue" in str(exc)
             if not missing:
                 raise
-            return 0
+            return None
 
     def _open(self, broker: str) -> _Link:
+        link = self._links[broker] = self._link(broker)
+        return link
+
+    def _link(self, broker: str) -> _Link:
         connection = installed_on(self._app).brokers.connection(broker)
         kind = connection.transport.driver_type
         options = dict(connection.transport_options or {})
@@ -131,11 +180,10 @@ class KombuQueues:
             connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
             if kind == "amqp" and connection.transport.driver_name == "py-amqp":
                 connection.connection.transport.sock.settimeout(ANSWER_SECONDS)
-            link = self._links[broker] = _Link(connection, connection.channel())
+            return _Link(connection, connection.channel())
         except BaseException:
             _drop(connection)
             raise
-        return link
 
     def _close(self, broker: str) -> None:
         link = self._links.pop(broker, None)

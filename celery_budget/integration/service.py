@@ -1,7 +1,8 @@
-"""What runs beside beat or as ``budget relay``: relay, periodic sweep and inquiries, a thread each.
+"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight.
 
-They are apart so that a result backend that hangs under the sweep never holds up a message, nor
-does a task's own function that is asked about a lost attempt hold up the sweep.
+A thread each, so that a result backend that hangs under the sweep never holds up a message, nor
+does a task's own function that is asked about a lost attempt hold up the sweep, nor a broker that
+does not say who consumes a queue the relay.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from celery_budget import admission, inquiry, recovery, relay
+from celery_budget import inquiry, parking, recovery, relay
 from celery_budget.errors import StoreError
 from celery_budget.integration.inquiries import TaskInquiries
+from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.publisher import KombuPublisher
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
+from celery_budget.integration.signals import park_expired
+from celery_budget.preflight import Preflight
 from celery_budget.store import wakeup
 from celery_budget.suspicion import Suspicion
 from celery_budget.upkeep import Upkeep
@@ -25,10 +29,12 @@ from celery_budget.upkeep import Upkeep
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["RelayService", "sweep"]
+__all__ = ["RelayService", "look_at_parked", "sweep"]
 
 logger = logging.getLogger(__name__)
 
+#: How often it is looked whether a lane's workers are to be asked.
+PREFLIGHT_SECONDS = 0.25
 #: How long the batch in hand may take to be finished once the relay is to stop.
 FINISH_SECONDS = 0.7
 #: How long it may take to give that batch back where a broker that has stalled keeps it.
@@ -88,12 +94,16 @@ class _Running:
         self._sleeper = wakeup.sleeper(budget.store, budget.settings)
         self._relaying = _thread("relay", self._run_relay)
         self._sweeping = _thread("sweep", self._run_sweep)
+        self._parking = _thread("parked", self._run_parking)
         self._asking = _thread("inquiries", self._run_inquiries)
+        self._looking = _thread("preflight", self._run_preflight)
 
     def start(self) -> None:
         self._relaying.start()
         self._sweeping.start()
+        self._parking.start()
         self._asking.start()
+        self._looking.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -104,12 +114,18 @@ class _Running:
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
-        for thread in (self._sweeping, self._asking):
+        for thread in (self._sweeping, self._parking, self._asking, self._looking):
             thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def alive(self) -> bool:
-        threads = (self._relaying, self._sweeping, self._asking)
+        threads = (
+            self._relaying,
+            self._sweeping,
+            self._parking,
+            self._asking,
+            self._looking,
+        )
         return all(thread.is_alive() for thread in threads)
 
     def _run_relay(self) -> None:
@@ -139,6 +155,22 @@ class _Running:
         self._again_and_again("the sweep", lambda: sweep(budget, upkeep, suspicion))
         queues.close()
 
+    def _run_parking(self) -> None:
+        """Look for room as often as an idle relay looks for messages, while anything waits.
+
+        While nothing does, as often as the sweep.
+        """
+        settings = self._budget.settings
+        while not self._stop.is_set():
+            wait = settings.sweep_seconds
+            try:
+                looked = look_at_parked(self._budget)
+                if looked.waits:
+                    wait = 0.0 if looked.more else min(wait, settings.poll_seconds)
+            except Exception:
+                logger.exception("parked work could not be looked at; it is tried again")
+            self._stop.wait(wait)
+
     def _run_inquiries(self) -> None:
         store, settings = self._budget.store, self._budget.settings
         tasks = TaskInquiries(self._budget)
@@ -146,18 +178,35 @@ class _Running:
         self._budget.app.set_current()
         self._again_and_again("inquiries", lambda: inquiry.run_once(store, settings, tasks))
 
-    def _again_and_again(self, what: str, step: Callable[[], object]) -> None:
+    def _run_preflight(self) -> None:
+        workers = CeleryWorkers(self._budget.app)
+        preflight = Preflight(self._budget.store, self._budget.settings, workers)
+        self._again_and_again("preflight", preflight.run_once, PREFLIGHT_SECONDS)
+        workers.close()
+
+    def _again_and_again(
+        self, what: str, step: Callable[[], object], every: float | None = None
+    ) -> None:
         while not self._stop.is_set():
             try:
                 step()
             except Exception:
                 logger.exception("%s failed; it is tried again", what)
-            self._stop.wait(self._budget.settings.sweep_seconds)
+            self._stop.wait(every or self._budget.settings.sweep_seconds)
 
 
 def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
     """Return a thread that ends with the process, at the latest."""
     return threading.Thread(target=run, name=f"budget-{name}", daemon=True)
+
+
+def look_at_parked(budget: CeleryBudget) -> parking.Looked:
+    """Make one pass over parked work; the signal ``park_expired`` tells what was given up."""
+    return parking.run_once(
+        budget.store,
+        budget.settings,
+        lambda given_up: park_expired.send(sender=budget.app, given_up=given_up),
+    )
 
 
 def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
@@ -168,7 +217,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
     results = BackendResults(budget.app)
     steps: tuple[Callable[[], object], ...] = (
         upkeep.run_once,
-        lambda: admission.admit_parked(budget.store, budget.settings),
+        lambda: look_at_parked(budget),
         lambda: recovery.run_once(budget.store, budget.settings, results, suspicion),
     )
     first: Exception | None = None

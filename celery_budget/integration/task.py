@@ -20,8 +20,10 @@ from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
 from celery_budget.core.deadlines import Deadline
+from celery_budget.core.estimators import Estimator
 from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
+from celery_budget.core.parking import Parking
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.retries import Retries
@@ -30,6 +32,7 @@ from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.gated import GatedTask
+from celery_budget.integration.shadows import ask_shadows
 
 __all__ = [
     "BudgetedTask",
@@ -55,14 +58,14 @@ MARKS = "__budget_policies__"
 class BudgetedTask(GatedTask):
     """A task that draws on a budget.
 
-    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``,
+    Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate``, ``deadline``, ``reuse`` and ``version``, as class attributes or as options of
-    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`.
-    Its message is reserved before it is dispatched, its attempt is claimed before its body runs,
-    and what it used is settled before anything follows from it. A subclass with a ``__call__`` or
-    a ``retry`` of its own has to call this one. A task without ``budget`` and ``estimate`` is an
-    error when it is first used, and when a worker starts.
+    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``reuse`` and
+    ``version``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean
+    what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its attempt
+    is claimed before its body runs, and what it used is settled before anything follows from it. A
+    subclass with a ``__call__`` or a ``retry`` of its own has to call this one. A task without
+    ``budget`` and ``estimate`` is an error when it is first used, and when a worker starts.
     """
 
     abstract = True
@@ -85,7 +88,7 @@ class BudgetedTask(GatedTask):
             _plain(budget),
             _plain(estimate),
             cls.__dict__.get("stage", getattr(cls, "stage", None)),
-            str(getattr(cls, "estimate_version", "1")),
+            getattr(cls, "estimate_version", None),
             getattr(cls, "stop_at_hold", False),
             Retries(
                 getattr(cls, "max_attempts", None),
@@ -97,8 +100,11 @@ class BudgetedTask(GatedTask):
                 _plain(inspect.getattr_static(cls, "lookup", None)),
                 _plain(inspect.getattr_static(cls, "compensate", None)),
             ),
-            Deadline.given(getattr(cls, "deadline", None), cls.__name__),
-            Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
+            fair_by=_plain(inspect.getattr_static(cls, "fair_by", None)),
+            deadline=Deadline.given(getattr(cls, "deadline", None), cls.__name__),
+            shadows=getattr(cls, "shadows", ()),
+            parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
+            reuse=Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -115,10 +121,14 @@ class BudgetedTask(GatedTask):
         return Terms(
             policy.stage or self.name,
             policy.estimator,
-            policy.version,
+            policy.estimator_version,
             evaluation,
             fingerprint(self.name, evaluation.arguments),
-            policy.deadline,
+            deadline=policy.deadline,
+            parking=policy.parking,
+            ask_shadows=functools.partial(
+                ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
+            ),
         )
 
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
@@ -146,9 +156,10 @@ def budgeted(
     /,
     *,
     budget: Drawn | Sequence[Drawn | BudgetLine],
-    estimate: int | Callable[..., int] | None = None,
+    estimate: int | str | Callable[..., int] | None = None,
     stage: str | None = None,
-    estimate_version: str = "1",
+    estimate_version: str | None = None,
+    shadows: Sequence[str | Estimator] = (),
     stop_at_hold: bool = False,
     max_attempts: int | None = None,
     retry_within: float | None = None,
@@ -156,9 +167,12 @@ def budgeted(
     on_lost: str | None = None,
     lookup: Callable[[LostAttempt], Any] | None = None,
     compensate: Callable[[LostAttempt], object] | None = None,
+    fair_by: Drawn | None = None,
     deadline: float | datetime | None = None,
     reuse: str | float | timedelta | None = None,
     version: str | int = "1",
+    on_refused: str | None = None,
+    park_for: float | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -170,10 +184,15 @@ def budgeted(
         (``"tenant:{tenant}"``) or a callable of those it names. A list of those, or of
         :class:`~celery_budget.BudgetLine` where they differ in estimate or charge rule, draws on
         all of them or on none; the first is the request's owner.
-    :param estimate: the amount to reserve before dispatch, an integer in the budget's unit or a
-        callable of the arguments it names.
+    :param estimate: the amount to reserve before dispatch: an integer in the budget's unit, a
+        callable of the arguments it names, an :class:`~celery_budget.Estimator`, or the name of one
+        that is registered, with its version or without: ``"draft:2"``.
     :param stage: what reports group by; the task's name unless given.
-    :param estimate_version: tells versions of the estimator apart in reports.
+    :param estimate_version: tells versions of the estimator apart in reports; of a registered one,
+        which of its versions it is.
+    :param shadows: estimators, or names of registered ones, that are asked for each request as
+        well. What they would have promised is kept beside the estimate and shown in reports;
+        nothing is reserved by it, and where one fails nothing is kept of it.
     :param stop_at_hold: whether a record by which the task has used more than is reserved for it
         raises ``ReservationExhausted``, when it is made.
     :param max_attempts: how often one request runs in all: retries, and runs after a lost worker or
@@ -191,6 +210,8 @@ def budgeted(
         tell, and is called again until ``budget_lookup_seconds`` are over.
     :param compensate: undoes, or reports, what a lost attempt may have done that no ``lookup`` has
         confirmed. It gets the same, and is called again where it raises.
+    :param fair_by: whose share of a lane the request counts to: a name, a template over the task's
+        arguments or a callable of those it names; the name of the first budget unless given.
     :param deadline: when all of a request is to be over, its waiting, attempts and retries
         together: seconds from its call, or a datetime with a time zone. The call's own
         ``deadline=`` counts before it.
@@ -198,6 +219,9 @@ def budgeted(
         same arguments, as they join one in flight: ``"24h"``, seconds or a timedelta. One run, one
         reservation, one task id; its result is kept in the ledger meanwhile.
     :param version: of what the task does, for ``reuse``: calls of another one do not join.
+    :param on_refused: ``"park"`` where a call that does not fit waits for budget instead of raising
+        ``BudgetExceeded``; ``apply_async(on_refused=…)`` says otherwise for one call.
+    :param park_for: for how many seconds at most; ``budget_park_seconds`` unless given.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -211,8 +235,11 @@ def budgeted(
         stop_at_hold,
         retries,
         losses,
-        Deadline.given(deadline, "a task"),
-        Reuse.given(reuse, version),
+        fair_by=fair_by,
+        deadline=Deadline.given(deadline, "a task"),
+        shadows=shadows,
+        parking=Parking(on_refused, park_for),
+        reuse=Reuse.given(reuse, version),
     )
 
     def decorate(target: Any) -> Any:

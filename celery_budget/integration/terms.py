@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from celery import Celery
+from celery.canvas import Signature
 
 from celery_budget.core.deadlines import Deadline, earliest
 from celery_budget.core.identity import new_id
-from celery_budget.core.reservations import ReserveRequest
+from celery_budget.core.policies import BudgetLine, BudgetPolicy
+from celery_budget.core.reservations import Line, ReserveRequest
 from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import header
 from celery_budget.integration.inline import gated_task
 
-__all__ = ["CANVAS", "PLANNED", "Terms", "plan", "terms_of"]
+__all__ = ["CANVAS", "PLANNED", "Terms", "lines_of_call", "plan", "terms_of"]
 
 #: The option of a task of a canvas with a request id: the canvas' id, and what it is made of.
 CANVAS = "budget_canvas"
@@ -38,6 +41,42 @@ def terms_of(
     """
     task = gated_task(app, name)
     return None if task is None else task.budget_terms(tuple(args), kwargs, unknown)
+
+
+def lines_of_call(
+    app: Celery,
+    task: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
+) -> tuple[Line, ...]:
+    """Return what a call draws on, or what explicit lines do; nothing for a task without a budget.
+
+    :raises PolicyError: for what is neither a task nor lines, and for a canvas.
+    """
+    if (task is None) == (lines is None):
+        raise PolicyError("give a task (or its name, or its signature) or lines=, one of the two")
+    if lines is not None:
+        given = (
+            [BudgetLine(budget, amount) for budget, amount in lines.items()]
+            if isinstance(lines, Mapping)
+            else list(lines)
+        )
+        policy = BudgetPolicy(given)
+        return policy.evaluate("a look", inspect.Signature(), (), {}).lines
+    if isinstance(task, Signature):
+        if task.get("subtask_type") not in (None, "xmap", "xstarmap"):
+            raise PolicyError(
+                f"{task!r} is no single task; look at its tasks one by one, or publish it: a "
+                "canvas is admitted whole or not at all"
+            )
+        args, kwargs, _ = task._merge(tuple(args), dict(kwargs))
+        task = task.task
+    name = getattr(task, "name", task)
+    if not isinstance(name, str):
+        raise PolicyError(f"{task!r} is no task; give a task, its name or its signature")
+    terms = terms_of(app, name, tuple(args), kwargs)
+    return () if terms is None else terms.evaluation.lines
 
 
 class _Unknown:
@@ -100,6 +139,8 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
         estimator_version=terms.version,
         lines=terms.evaluation.lines,
         prices=terms.evaluation.prices,
+        tenant=terms.evaluation.tenant,
+        shadows=terms.shadows(),
         opaque=terms.fingerprint.opaque,
         finishing=head.finishing,
         deadline_us=deadline.at_us,

@@ -3,10 +3,12 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
+from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
+from celery_budget.reconcile.lanes import LaneStanding, lane_standings
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
-from celery_budget.reconcile.reports import Drift, RelaySeen, Report, relays, report
+from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
     Grant,
@@ -18,33 +20,55 @@ from celery_budget.reconcile.standing import (
     templates,
 )
 from celery_budget.reconcile.stories import Story, explain
-from celery_budget.reconcile.terms import balance_as_dict, budget_as_dict, change_as_dict
+from celery_budget.reconcile.terms import (
+    balance_as_dict,
+    budget_as_dict,
+    change_as_dict,
+    lane_as_dict,
+)
+from celery_budget.reconcile.waiting import (
+    ParkedRequest,
+    Queued,
+    find_parked,
+    parked,
+    queued,
+)
 
 __all__ = [
     "Drift",
     "Entry",
     "Grant",
+    "LaneStanding",
+    "ParkedRequest",
     "Quarantined",
+    "Queued",
     "Reconciliation",
     "RelaySeen",
     "Report",
     "Standing",
     "Story",
+    "Suggestion",
     "Template",
     "balance_as_dict",
     "budget_as_dict",
     "change_as_dict",
     "explain",
+    "find_parked",
     "find_quarantined",
     "fold",
     "grants",
     "journal",
+    "lane_as_dict",
+    "lane_standings",
+    "parked",
     "quarantine_is_full",
     "quarantined",
+    "queued",
     "reconcile",
     "relays",
     "repair",
     "report",
     "standing",
+    "suggest",
     "templates",
 ]

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from celery_budget.core.budgets import Balance
+from celery_budget.reconcile.estimates import Drift, drifts
 from celery_budget.reconcile.proof import Reconciliation, prove
 from celery_budget.reconcile.terms import balance_as_dict
+from celery_budget.reconcile.waiting import Queued, queued_in
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, budgets, reports
 from celery_budget.store import quarantine as isolated
 from celery_budget.store import relays as relay_rows
 from celery_budget.store.relays import Seen
 
-__all__ = ["Drift", "RelaySeen", "Report", "relays", "report"]
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Estimated against actual of the settled requests of one stage and estimator."""
-
-    stage: str
-    estimator: str
-    version: str
-    requests: int
-    estimated: int
-    actual: int
-
-    @property
-    def ratio(self) -> float | None:
-        """Actual over estimated; none where nothing was estimated."""
-        return self.actual / self.estimated if self.estimated else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {**asdict(self), "ratio": None if self.ratio is None else round(self.ratio, 4)}
+__all__ = ["RelaySeen", "Report", "relays", "report"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +49,7 @@ class Report:
         many are in each state and carry each flag.
     :ivar quarantine: how many messages are in quarantine, by reason; no reason without any.
     :ivar quarantine_bound: how many may be; none where that was not asked for.
+    :ivar parked: how much waits for each budget that anything waits for.
     """
 
     balances: tuple[Balance, ...]
@@ -76,6 +59,7 @@ class Report:
     reconciliation: Reconciliation
     quarantine: dict[str, int] = field(default_factory=dict)
     quarantine_bound: int | None = None
+    parked: tuple[Queued, ...] = ()
 
     @property
     def quarantine_full(self) -> bool:
@@ -92,6 +76,7 @@ class Report:
             "relays": [relay.as_dict() for relay in self.relays],
             "quarantine": self.quarantine,
             "quarantine_full": self.quarantine_full,
+            "parked": [queued.as_dict() for queued in self.parked],
             "reconciliation": self.reconciliation.as_dict(),
         }
 
@@ -101,10 +86,12 @@ _STATES = ("planned", "reserved", "published", "running", "waiting", "settled", 
 
 def report(store: Store, settings: Settings) -> Report:
     """Gather the report, all of it at one moment."""
-    return store.read(_report, settings.root, settings.max_quarantine)
+    return store.read(_report, settings.root, settings.max_quarantine, settings.drift_ceilings)
 
 
-def _report(connection: Connection, root: str, quarantine_bound: int) -> Report:
+def _report(
+    connection: Connection, root: str, quarantine_bound: int, ceilings: Mapping[str, float]
+) -> Report:
     raw = reports.counts(connection, root)
     states = {state: raw.get(f"state_{state}", 0) for state in _STATES}
     flags = {flag: raw[flag] for flag in ("over", "unmetered", "unreserved")}
@@ -118,26 +105,16 @@ def _report(connection: Connection, root: str, quarantine_bound: int) -> Report:
         **states,
         **flags,
     }
-    drift = tuple(
-        Drift(
-            row.stage,
-            row.estimator,
-            row.estimator_version,
-            int(row.requests),
-            int(row.estimated),
-            int(row.actual),
-        )
-        for row in reports.drift(connection, root)
-    )
     balances = tuple(budgets.balances_of(connection, root))
     return Report(
         balances,
         counts,
-        drift,
+        drifts(connection, root, ceilings),
         _relays(connection, root),
         prove(connection, root),
         isolated.count_by_reason(connection, root),
         quarantine_bound,
+        queued_in(connection, root),
     )
 
 

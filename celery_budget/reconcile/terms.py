@@ -7,8 +7,10 @@ from typing import Any
 
 from celery_budget.core.budgets import MILLION, Balance, Budget, Share
 from celery_budget.core.declarations import Change
+from celery_budget.core.lane_files import LaneChange, terms_of
+from celery_budget.core.lanes import Lane
 
-__all__ = ["balance_as_dict", "budget_as_dict", "change_as_dict"]
+__all__ = ["balance_as_dict", "budget_as_dict", "change_as_dict", "lane_as_dict"]
 
 
 def balance_as_dict(balance: Balance) -> dict[str, Any]:
@@ -32,16 +34,27 @@ def budget_as_dict(budget: Budget) -> dict[str, Any]:
         "soft_stop": budget.soft_stop / MILLION,
         "hard_stop": budget.hard_stop / MILLION,
         "stripes": budget.stripes,
+        "weight": budget.weight,
     }
 
 
-def change_as_dict(change: Change) -> dict[str, Any]:
+def lane_as_dict(lane: Lane) -> dict[str, Any]:
+    """Return a lane as it is declared, under the keys of ``budgets.toml``."""
+    return {"name": lane.name, **terms_of(lane)}
+
+
+def change_as_dict(change: Change | LaneChange) -> dict[str, Any]:
     """Return a change for JSON: what the budget is before and after, and the keys that differ."""
     return {
         "root": change.root,
         "name": change.name,
+        "what": "lane" if isinstance(change, LaneChange) else "budget",
         "kind": change.kind,
-        "before": None if change.before is None else budget_as_dict(change.before),
-        "after": None if change.after is None else budget_as_dict(change.after),
+        "before": None if change.before is None else _as_dict(change.before),
+        "after": None if change.after is None else _as_dict(change.after),
         "changed": [key for key, _, _ in change.fields],
     }
+
+
+def _as_dict(declared: Budget | Lane) -> dict[str, Any]:
+    return lane_as_dict(declared) if isinstance(declared, Lane) else budget_as_dict(declared)

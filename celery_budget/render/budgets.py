@@ -10,6 +10,7 @@ from rich.text import Text
 
 from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most
 from celery_budget.core.declarations import Change
+from celery_budget.core.lane_files import LaneChange
 from celery_budget.reconcile import Entry, Grant, Standing, Template
 from celery_budget.render.text import UNLIMITED, facts, literal, moment, number, table_of
 
@@ -155,6 +156,7 @@ def _template_facts(template: Template) -> dict[str, str | None]:
         "parent": budget.parent,
         "period": _period(budget),
         **_stops(budget, None),
+        "weight": _weight(budget),
         "made": f"{number(template.made)} budget{'' if template.made == 1 else 's'}",
     }
 
@@ -175,6 +177,7 @@ def _facts(standing: Standing) -> dict[str, str | None]:
         "period": _period(budget),
         "window": window,
         **_stops(budget, balance.limit),
+        "weight": _weight(budget),
         "new work": f"{room}{by}",
         "template": standing.template,
     }
@@ -206,6 +209,11 @@ def _stops(budget: Budget, limit: int | None) -> dict[str, str | None]:
     return {"soft stop": told(budget.soft_stop), "hard stop": told(budget.hard_stop)}
 
 
+def _weight(budget: Budget) -> str | None:
+    """Return its share of a lane, where that is not as everybody's."""
+    return {0: "0, goes last", 1: None}.get(budget.weight, number(budget.weight))
+
+
 def _grants_table(grants: Sequence[Grant]) -> Table:
     rows: list[list[Text | str]] = [
         [
@@ -223,14 +231,14 @@ def _grants_table(grants: Sequence[Grant]) -> Table:
     )
 
 
-def changes_table(changes: Sequence[Change], root: str) -> RenderableType:
+def changes_table(changes: Sequence[Change | LaneChange], root: str) -> RenderableType:
     """What becomes another, one row for each term; that of a root of its own where not ``root``."""
     rows: list[list[Text | str]] = []
     for change in changes:
         of_root = "" if change.root == root else change.root
         begin: list[Text | str] = [
             Text(change.kind, _KINDS[change.kind]),
-            literal(change.name),
+            literal(f"lane {change.name}" if isinstance(change, LaneChange) else change.name),
             literal(of_root),
         ]
         for field in change.fields or (("", "", ""),):

@@ -67,7 +67,8 @@ def _facts(told: Row) -> RenderableType:
     known["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
     for parked in told.get("parked") or ([told] if told["state"] == "parked" else []):
         known["waits"] = (
-            f"for budget since {moment(parked['created_us'])}, "
+            f"for {number(parked['amount'])} of budget {parked['budget']} since "
+            f"{moment(parked['created_us'])}, "
             f"given up at {moment(parked['deadline_us'])}"
         )
     for isolated in told.get("quarantine") or []:

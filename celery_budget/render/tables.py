@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from celery_budget.reconcile import Drift, Quarantined, Reconciliation, RelaySeen, Report
+from celery_budget.reconcile import (
+    Drift,
+    ParkedRequest,
+    Quarantined,
+    Queued,
+    Reconciliation,
+    RelaySeen,
+    Report,
+    Suggestion,
+)
 from celery_budget.render.budgets import balances_table
 from celery_budget.render.text import facts, literal, moment, number, table_of
 
 __all__ = [
-    "DRIFT_HIGH",
     "DRIFT_LOW",
     "FULL",
     "MEANING",
     "counts_table",
     "drift_table",
+    "parked_table",
     "quarantine_counts",
     "quarantine_facts",
     "quarantine_table",
+    "queued_table",
     "relays_table",
     "report_view",
+    "suggestions_table",
     "verdict",
 ]
 
-#: Actual over estimated: above and below these the estimator is marked.
-DRIFT_HIGH = 1.5
+#: Actual over estimated: the estimator is marked below this, and above the ceiling of its stage.
 DRIFT_LOW = 0.5
 
 #: A message that is due for longer than this is waiting for a relay that does not run.
@@ -98,11 +109,50 @@ def drift_table(drifts: Sequence[Drift]) -> RenderableType:
     """What estimators promised against what was charged; marked where they are far apart."""
     if not drifts:
         return Text("Nothing has been measured yet: no success has recorded its usage.")
-    return table_of(
+    table = table_of(
         ["stage", "estimator", "version", *_COMPARED, ""],
         map(_drift_row, drifts),
         numbers=_COMPARED,
     )
+    above = [_advice(drift) for drift in drifts if drift.above]
+    return Group(table, *above) if above else table
+
+
+def _advice(drift: Drift) -> Text:
+    """What to do about an estimator that promises too little: a higher limit would hide it."""
+    estimator = f"estimator {drift.estimator} (version {drift.version})"
+    used = (
+        f"used what {estimator} did not promise at all"
+        if drift.ratio is None
+        else f"used {drift.ratio:.2f} times what {estimator} promised, above {drift.ceiling:g}"
+    )
+    return literal(
+        f"stage {drift.stage} {used}: mend the estimator before you change a limit; see "
+        f"'celery -A PROJ budget suggest --stage {shlex.quote(drift.stage)}'",
+        "yellow",
+    )
+
+
+def suggestions_table(suggestions: Sequence[Suggestion]) -> RenderableType:
+    """What estimates would have been enough for the last requests of each stage."""
+    if not suggestions:
+        return Text("Nothing has been measured yet: no success has recorded its usage.")
+    numbers = ("requests", "suggested", "median", "largest", "covered now")
+    rows = [
+        (
+            literal(one.stage),
+            literal(one.unit),
+            number(one.requests),
+            number(one.amount),
+            number(one.median),
+            number(one.largest),
+            f"{one.covered / one.requests:.0%}",
+        )
+        for one in suggestions
+    ]
+    share = f"{suggestions[0].quantile:.12g}"
+    said = f"suggested: what {share} of the last requests of a stage did not exceed"
+    return Group(table_of(["stage", "unit", *numbers], rows, numbers=numbers), Text(said, "dim"))
 
 
 def _drift_row(drift: Drift) -> list[Text | str]:
@@ -120,11 +170,44 @@ def _drift_row(drift: Drift) -> list[Text | str]:
 
 
 def _drift_mark(drift: Drift) -> str:
-    if drift.ratio is None:
-        return "estimated too low" if drift.actual else ""
-    if drift.ratio > DRIFT_HIGH:
-        return "estimated too low"
-    return "estimated too high" if drift.ratio < DRIFT_LOW else ""
+    marks = ["shadow"] if drift.shadow else []
+    if drift.above or (drift.ratio is None and drift.actual):
+        marks.append("estimated too low")
+    elif drift.ratio is not None and drift.ratio < DRIFT_LOW:
+        marks.append("estimated too high")
+    return ", ".join(marks)
+
+
+def queued_table(queues: Sequence[Queued]) -> RenderableType:
+    """How much waits for each budget, and for how long the oldest."""
+    rows = [
+        (literal(one.budget), number(one.requests), Text(f"{one.oldest_seconds:.0f} s"))
+        for one in queues
+    ]
+    return table_of(["budget", "parked", "oldest"], rows, numbers=["parked", "oldest"])
+
+
+def parked_table(waiting: Sequence[ParkedRequest]) -> RenderableType:
+    """What waits for budget, one by one."""
+    if not waiting:
+        return Text("Nothing waits for budget.")
+    rows = [
+        (
+            literal(one.budget),
+            literal(one.reason),
+            number(one.amount),
+            literal(f"{one.task_name}[{one.task_id}]"),
+            literal(one.owner),
+            moment(one.created_us),
+            moment(one.deadline_us),
+        )
+        for one in waiting
+    ]
+    return table_of(
+        ["budget", "reason", "needs", "task", "owner", "since", "until"],
+        rows,
+        numbers=["needs"],
+    )
 
 
 def relays_table(relays: Sequence[RelaySeen]) -> RenderableType:
@@ -257,10 +340,12 @@ def _plural(count: int, noun: str, ending: str = "s") -> str:
 
 
 def report_view(report: Report) -> RenderableType:
-    """Balances, counts, drift, relays, quarantine and the verdict."""
+    """Balances, counts, what waits, drift, relays, quarantine and the verdict."""
+    waits = [_titled("Parked", queued_table(report.parked))] if report.parked else []
     return Group(
         _titled("Budgets", balances_table(report.balances)),
         _titled("Requests", counts_table(report.counts)),
+        *waits,
         _titled("Estimated and actual", drift_table(report.drift)),
         _titled("Relays", relays_table(report.relays)),
         _titled("Quarantine", quarantine_counts(report.quarantine, report.quarantine_full)),

@@ -7,11 +7,11 @@ from collections.abc import Collection
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-__all__ = ["CANVASES", "ORDER_KEYS", "lock"]
+__all__ = ["CANVASES", "ORDER_KEYS", "QUEUES", "lock", "try_lock"]
 
 #: What is named: a character between root and name, so that no two kinds share a lock. That of
 #: order keys stands in the stored function that admits as well.
-ORDER_KEYS, CANVASES = 1, 2
+ORDER_KEYS, CANVASES, QUEUES = 1, 2, 3
 
 
 def lock(connection: Connection, root: str, kind: int, names: Collection[str]) -> None:
@@ -25,3 +25,18 @@ def lock(connection: Connection, root: str, kind: int, names: Collection[str]) -
             ),
             {"root": root, "kind": kind, "names": sorted(names)},
         )
+
+
+def try_lock(connection: Connection, root: str, kind: int, name: str) -> bool:
+    """Lock a name of a kind until commit; false, and without a wait, where somebody else has it."""
+    if connection.dialect.name != "postgresql":
+        return True
+    return bool(
+        connection.execute(
+            sa.text(
+                "SELECT pg_try_advisory_xact_lock("
+                "hashtextextended(:root || chr(:kind) || :name, 0))"
+            ),
+            {"root": root, "kind": kind, "name": name},
+        ).scalar()
+    )

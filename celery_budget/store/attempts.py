@@ -158,6 +158,13 @@ def claim(
             # The broker's own redelivery: what it would need is not held yet. It is published
             # again when it fits.
             return Closed(str(row.state))
+        if (
+            row.lane is not None
+            and row.attempts
+            and outbox.is_held(connection, root, reservation_id, row.retries)
+        ):
+            # The broker's own redelivery as well: its lane has no room for it yet.
+            return Closed(str(row.state))
         elapsed_us = _elapsed_us(connection, row, retries)
         left = deadlines.left_us(connection, row)
         why = DEADLINE if left is not None and left <= 0 else None

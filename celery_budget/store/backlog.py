@@ -1,4 +1,7 @@
-"""How many messages wait to be published: the bound of the outbox, looked at by admissions."""
+"""How many messages wait to be published: the bound of the outbox, looked at by admissions.
+
+Those that lanes hold back among them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import backlog, now_us, outbox
 from celery_budget.store.unready import Unready
 
-__all__ = ["uncounted", "waiting"]
+__all__ = ["seen", "uncounted", "waiting"]
 
 #: For how long a count is good.
 FRESH_US = 2_000_000
@@ -39,15 +42,37 @@ def waiting(connection: Connection, root: str, bound: int) -> int:
         raise uncounted(root)
     if row.fresh:
         return int(row.messages)
-    some = sa.select(outbox.c.outbox_id).where(outbox.c.root == root, outbox.c.state == "due")
-    messages: int = connection.execute(
-        sa.select(sa.func.count()).select_from(some.limit(bound + 1).subquery())
-    ).scalar_one()
+    messages = _counted(connection, root, bound)
     connection.execute(
         backlog.update()
         .where(backlog.c.root == root)
         .values(messages=messages, counted_us=now_us())
     )
+    return messages
+
+
+def seen(connection: Connection, root: str, bound: int) -> int:
+    """Return how many messages wait to be published, as :func:`waiting`, without noting a count.
+
+    Counts only where the last count was full and is no longer good. Locks nothing.
+    """
+    row = connection.execute(
+        sa.select(
+            backlog.c.messages, (backlog.c.counted_us > now_us() - FRESH_US).label("fresh")
+        ).where(backlog.c.root == root)
+    ).first()
+    if row is None or row.fresh or row.messages < bound:
+        return 0 if row is None else int(row.messages)
+    return _counted(connection, root, bound)
+
+
+def _counted(connection: Connection, root: str, bound: int) -> int:
+    some = sa.select(outbox.c.outbox_id).where(
+        outbox.c.root == root, outbox.c.state.in_(("due", "held"))
+    )
+    messages: int = connection.execute(
+        sa.select(sa.func.count()).select_from(some.limit(bound + 1).subquery())
+    ).scalar_one()
     return messages
 
 

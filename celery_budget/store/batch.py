@@ -6,10 +6,11 @@ One request on SQLite is a batch of one. The same decisions as those of the Post
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,13 +18,16 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import Draw, Level, decide, limits_in_force, short
+from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
+from celery_budget.core.lanes import Load
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Crowded,
+    Full,
     Refused,
     Reserved,
     ReserveRequest,
@@ -32,7 +36,17 @@ from celery_budget.core.reservations import (
     Unknown,
 )
 from celery_budget.errors import StoreError
-from celery_budget.store import backlog, budgets, deadlines, declaring, levels, outbox
+from celery_budget.store import (
+    backlog,
+    budgets,
+    deadlines,
+    declaring,
+    levels,
+    outbox,
+    pace,
+    parked,
+    waiting,
+)
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
@@ -44,12 +58,15 @@ MOST_KEYS = 2000
 
 #: How budgets stand, and the names of those that a template could make.
 _Standing = tuple[dict[str, Level], set[str]]
+#: Of new requests what is parked, by key, and the budgets that something else goes ahead at.
+_Before = tuple[dict[tuple[str, str, int], Any], set[str]]
 #: Outcomes for which a batch that is all or none is none.
-TURNED_AWAY = (Refused, Unknown, Conflict, Backlogged)
+TURNED_AWAY = (Refused, Crowded, Unknown, Conflict, Backlogged, Full)
 
 __all__ = [
     "MOST_KEYS",
     "TURNED_AWAY",
+    "Parks",
     "columns_of",
     "first_unknown",
     "insert_lines",
@@ -64,6 +81,20 @@ Asked = tuple[ReserveRequest, WireMessage | None]
 RequestKey = tuple[str, str, int]
 
 
+@dataclass(frozen=True)
+class Parks:
+    """Which requests of a batch are parked where they do not fit.
+
+    :ivar numbers: those, counted from 0.
+    :ivar room: how many of them may be.
+    :ivar bound: how much may be parked in all.
+    """
+
+    numbers: frozenset[int] = frozenset()
+    room: int = 0
+    bound: int = 0
+
+
 def reserve_many(
     connection: Connection,
     root: str,
@@ -73,6 +104,8 @@ def reserve_many(
     delivered_us: int | None = None,
     note: bool = True,
     bound: int | None = None,
+    queues: bool = False,
+    parks: Parks | None = None,
 ) -> list[Tried]:
     """Admit requests of ``root`` in one transaction; what came of each, in their order.
 
@@ -88,16 +121,26 @@ def reserve_many(
     :param note: count refusals in the reports.
     :param bound: as for :func:`celery_budget.store.requests.reserve`; beyond it what is new is
         ``Backlogged``.
+    :param queues: as for :func:`celery_budget.store.requests.try_reserve`.
+    :param parks: which of them wait where they do not fit: they turn away nothing else, and are
+        ``Refused`` where the caller is to park them, or ``Crowded``.
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
     outbox.lock_orders(connection, root, [message for _, message in asked if message])
     requests = deadlines.fixed(connection, [request for request, _ in asked])
     asked = [(request, message) for request, (_, message) in zip(requests, asked, strict=True)]
     found, inserted = _insert(connection, root, asked, delivered_us)
-    waiting = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
-    full = None if bound is None or waiting < bound else Backlogged(waiting, bound)
+    many = backlog.waiting(connection, root, bound) if inserted and bound is not None else 0
+    full = None if bound is None or many < bound else Backlogged(many, bound)
+    # Nothing more is asked where no lane was ever made.
+    bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
+    fed = {message.queue for _, message in asked if message} if bounded else set()
     standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
-    trial = _Trial(standing, found, {row.reservation_id for row in inserted}, full)
+    before = _before(connection, root, asked) if inserted and queues else ({}, set())
+    trial = _Trial(
+        standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
+    )
+    trial.fed = waiting.fed(connection, root, fed)
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
@@ -106,16 +149,32 @@ def reserve_many(
     _write(connection, root, trial.admitted, delivered_us)
     outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
-        note_refusals(
-            connection,
-            root,
-            [
-                (request, outcome)
-                for (request, _), outcome in zip(asked, outcomes, strict=True)
-                if isinstance(outcome, Refused)
-            ],
-        )
+        outcomes = _with_paces(connection, root, outcomes)
+        refused = []
+        for number, ((request, _), outcome) in enumerate(zip(asked, outcomes, strict=True)):
+            if isinstance(outcome, Crowded):
+                refused.append((request, outcome.refused))
+            elif isinstance(outcome, Refused) and number not in trial.parks.numbers:
+                refused.append((request, outcome))
+        note_refusals(connection, root, refused)
     return outcomes
+
+
+def _with_paces(connection: Connection, root: str, outcomes: Sequence[Tried]) -> list[Tried]:
+    """Return outcomes, refusals with how soon their budgets may have room."""
+    short_of = {outcome.budget for outcome in outcomes if isinstance(outcome, Refused)}
+    if not short_of:
+        return list(outcomes)
+    found = pace.paces(connection, root, short_of)
+
+    def told(outcome: Tried) -> Tried:
+        if isinstance(outcome, Refused):
+            return replace(outcome, pace=found.get(outcome.budget))
+        if isinstance(outcome, Skipped) and isinstance(outcome.because, Refused):
+            return Skipped(told(outcome.because))
+        return outcome
+
+    return [told(outcome) for outcome in outcomes]
 
 
 def _by_unit(asked: Sequence[Asked], units: Sequence[int] | None) -> list[list[tuple[int, Asked]]]:
@@ -131,6 +190,7 @@ class _Trial:
 
     :ivar outcomes: by the number of the request.
     :ivar admitted: those to be written, and what they draw.
+    :ivar fed: the lanes that turn new work away, by the queues they feed.
     """
 
     def __init__(
@@ -139,13 +199,19 @@ class _Trial:
         found: dict[RequestKey, Any],
         new: set[uuid.UUID],
         full: Backlogged | None,
+        before: _Before,
+        parks: Parks,
     ) -> None:
         self.outcomes: dict[int, Tried] = {}
         self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
+        self.fed: dict[str, waiting.Fed] = {}
         self._known, self._possible = standing
         self._found = found
         self._new = new
         self._full = full
+        self._parked, self._ahead = before
+        self.parks = parks
+        self._may_park = parks.room
         self._turned: dict[RequestKey, Tried] = {}
         self._heads: dict[uuid.UUID, Tried] = {}
 
@@ -153,29 +219,42 @@ class _Trial:
         """Decide one unit: all of it, or none and nothing taken."""
         taken: list[tuple[Asked, tuple[Draw, ...]]] = []
         for number, one in unit:
-            self.outcomes[number] = self._decide_one(one, taken)
-        outcomes = [self.outcomes[number] for number, _ in unit]
+            outcome = self._decide_one(one, taken)
+            if isinstance(outcome, Refused) and number in self.parks.numbers:
+                outcome = self._crowded(outcome)
+            self.outcomes[number] = outcome
         # Left out here is what an earlier unit asked for as well, and was turned away with.
-        away = [outcome for outcome in outcomes if isinstance(outcome, (*TURNED_AWAY, Skipped))]
-        if not away:
+        if not any(self._is_away(number) for number, _ in unit):
             self.admitted.extend(taken)
             return
-        for _, draws in taken:
+        for (request, message), draws in taken:
             _take(self._known, draws, -1)
+            self._hold(request, message, -1)
         self._tell_whole(unit, taken)
-        first = next(
-            self.outcomes[number]
-            for number, _ in unit
-            if isinstance(self.outcomes[number], (*TURNED_AWAY, Skipped))
-        )
+        first = next(self.outcomes[number] for number, _ in unit if self._is_away(number))
         skipped = Skipped(first.because if isinstance(first, Skipped) else first)
         dropped = {request.reservation_id for (request, _), _ in taken}
         self._turned.update((key_of(request), skipped) for (request, _), _ in taken)
         for number, _ in unit:
             outcome = self.outcomes[number]
             here = isinstance(outcome, (Reserved, AlreadyReserved))
-            if here and outcome.reservation_id in dropped:  # type: ignore[union-attr]
+            waits = isinstance(outcome, Refused) and number in self.parks.numbers
+            if waits or (here and outcome.reservation_id in dropped):  # type: ignore[union-attr]
                 self.outcomes[number] = skipped
+
+    def _is_away(self, number: int) -> bool:
+        """Tell whether an outcome turns away all of its unit; not what is to be parked."""
+        outcome = self.outcomes[number]
+        if isinstance(outcome, Refused):
+            return number not in self.parks.numbers
+        return isinstance(outcome, (*TURNED_AWAY, Skipped))
+
+    def _crowded(self, refused: Refused) -> Refused | Crowded:
+        """Return what becomes of one that is to be parked: it is, while there is room."""
+        if self._may_park <= 0:
+            return Crowded(refused, self.parks.bound)
+        self._may_park -= 1
+        return refused
 
     def _tell_whole(
         self, unit: list[tuple[int, Asked]], taken: list[tuple[Asked, tuple[Draw, ...]]]
@@ -190,7 +269,7 @@ class _Trial:
         refused = {
             key_of(request): outcome
             for number, (request, _) in unit
-            if isinstance(outcome := self.outcomes[number], Refused)
+            if isinstance(outcome := self.outcomes[number], Refused) and self._is_away(number)
         }
         for outcome in refused.values():
             asked[outcome.budget] += outcome.requested
@@ -225,13 +304,44 @@ class _Trial:
             return outcome
         # The first of its key; what follows it in this batch finds it.
         self._new.remove(existing.reservation_id)
-        decided = self._full or _decide(request, self._known, self._possible)
+        decided = self._decide_new(one)
         if not isinstance(decided, tuple):
             self._turned[key] = decided
             return decided
         taken.append((one, decided))
         _take(self._known, decided, 1)
+        self._hold(request, one[1], 1)
         return outcome
+
+    def _decide_new(self, one: Asked) -> tuple[Draw, ...] | Tried:
+        request, message = one
+        known = self._parked.get(key_of(request))
+        if known is not None:
+            fingerprint = json.loads(known.request)["fingerprint"]
+            return parked.same(request, known.parked_id, fingerprint)
+        decided = (
+            self._full
+            or self._full_lane(request, message)
+            or _decide(request, self._known, self._possible)
+        )
+        if not isinstance(decided, tuple) or request.finishing:
+            return decided
+        return queued(self._known, decided, self._ahead) or decided
+
+    def _full_lane(self, request: ReserveRequest, message: WireMessage | None) -> Full | None:
+        fed = None if message is None else self.fed.get(message.queue)
+        refusal = None if fed is None else fed.lane.refusal(request.weight, fed.waiting)
+        return (
+            None
+            if fed is None or not refusal
+            else Full(fed.lane.name, refusal[0], request.weight, refusal[1], refusal[2])
+        )
+
+    def _hold(self, request: ReserveRequest, message: WireMessage | None, sign: int) -> None:
+        """Count what a lane is to hold, for the decisions that follow; or take that back."""
+        fed = None if message is None else self.fed.get(message.queue)
+        if fed is not None:
+            fed.waiting += Load(sign, sign * request.weight)
 
     def check_windows(self, root: str) -> None:
         """Check that what is drawn on has its windows.
@@ -246,6 +356,10 @@ class _Trial:
         ]
         if unopened:
             raise declaring.not_ready(root, unopened)
+
+
+def _before(connection: Connection, root: str, asked: Sequence[Asked]) -> _Before:
+    return parked.before(connection, root, [request for request, _ in asked])
 
 
 def key_of(request: ReserveRequest) -> RequestKey:
@@ -263,17 +377,23 @@ def _insert(
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     first: dict[RequestKey, ReserveRequest] = {}
     states: dict[RequestKey, str] = {}
+    queues: dict[RequestKey, str] = {}
     for request, message in asked:
         first.setdefault(key_of(request), request)
         written = "planned" if message is None else "reserved"
         states.setdefault(key_of(request), written if delivered_us is None else "published")
+        if message is not None:
+            queues.setdefault(key_of(request), message.queue)
     fixed = {
         "attempts": 0,
         "deliveries": 0,
         "unmetered": False,
         "over": False,
     }
-    rows = [{**columns_of(first[key]), "state": states[key], **fixed} for key in sorted(first)]
+    rows = [
+        {**columns_of(first[key]), "state": states[key], "fed_queue": queues.get(key), **fixed}
+        for key in sorted(first)
+    ]
     seen = (
         reservations.c.reservation_id,
         reservations.c.task_id,
@@ -282,8 +402,15 @@ def _insert(
         reservations.c.request_id,
         reservations.c.nesting,
     )
-    statement = insert(reservations).values(created_us=now_us()).on_conflict_do_nothing()
-    inserted = list(connection.execute(statement.returning(*seen), rows, execution_options=AT_ONCE))
+    lane = waiting.feeding(root, sa.bindparam("fed_queue", type_=sa.String))
+    statement = insert(reservations).values(created_us=now_us(), lane=lane)
+    inserted = list(
+        connection.execute(
+            statement.on_conflict_do_nothing().returning(*seen, waiting.has_lanes(root)),
+            rows,
+            execution_options=AT_ONCE,
+        )
+    )
     found = {(row.owner, row.request_id, row.nesting): row for row in inserted}
     missing = [request for key, request in sorted(first.items()) if key not in found]
     for page in range(0, len(missing), MOST_KEYS):

@@ -79,6 +79,7 @@ def budget_of(row: sa.Row[Any]) -> Budget:
         row.soft_stop,
         row.hard_stop,
         row.stripes,
+        row.weight,
     )
 
 

@@ -49,6 +49,8 @@ __all__ = [
     "give_back",
     "lock_taken",
     "mark_published",
+    "pass_by",
+    "predecessor",
     "recall",
     "reschedule",
     "revoke",
@@ -110,7 +112,7 @@ def claim_due(
     ).all()
     found, full = _hold_back(connection, root, found), len(found) == limit
     in_turn = _in_turn(found)
-    behind = _pass_by(connection, root, [row for row in found if row.outbox_id not in in_turn])
+    behind = pass_by(connection, root, [row for row in found if row.outbox_id not in in_turn])
     if not in_turn:
         return Batch(fence, (), behind, full)
     turns = _that_fit(in_turn)
@@ -186,8 +188,28 @@ def _candidates() -> sa.Select[Any]:
         )
         .scalar_subquery()
     )
+    return sa.select(
+        outbox.c.outbox_id,
+        outbox.c.due_us,
+        outbox.c.order_key,
+        outbox.c.created_us,
+        started.label("started"),
+        untold.told_until(root, outbox.c.task_id).label("told_until"),
+        predecessor(root).label("follows"),
+    ).where(
+        outbox.c.root == root,
+        outbox.c.broker == sa.bindparam("broker"),
+        sa.text(IS_NEXT),
+        outbox.c.due_us <= instant(),
+    )
+
+
+def predecessor(root: Any) -> sa.ColumnElement[Any]:
+    """Return what stands in a statement for the unpublished message that is before one by its key.
+
+    The one directly before it: one look into the index, and none without a key.
+    """
     before = outbox.alias("before")
-    # The one directly before it with its key: one look into the index, and none without a key.
     follows = (
         sa.select(before.c.outbox_id)
         .where(
@@ -201,20 +223,7 @@ def _candidates() -> sa.Select[Any]:
         .limit(1)
         .scalar_subquery()
     )
-    return sa.select(
-        outbox.c.outbox_id,
-        outbox.c.due_us,
-        outbox.c.order_key,
-        outbox.c.created_us,
-        started.label("started"),
-        untold.told_until(root, outbox.c.task_id).label("told_until"),
-        sa.case((outbox.c.order_key.is_not(None), follows)).label("follows"),
-    ).where(
-        outbox.c.root == root,
-        outbox.c.broker == sa.bindparam("broker"),
-        sa.text(IS_NEXT),
-        outbox.c.due_us <= instant(),
-    )
+    return sa.case((outbox.c.order_key.is_not(None), follows))
 
 
 def _hold_back(
@@ -274,7 +283,7 @@ def _that_fit(turns: dict[uuid.UUID, sa.Row[Any]]) -> dict[uuid.UUID, sa.Row[Any
     }
 
 
-def _pass_by(connection: Connection, root: str, rows: Sequence[sa.Row[Any]]) -> int:
+def pass_by(connection: Connection, root: str, rows: Sequence[sa.Row[Any]]) -> int:
     """Have rows looked at no more until what comes before them is published or gone.
 
     So a long queue of one key costs the claims of others nothing. Only behind the lock of an

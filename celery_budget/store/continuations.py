@@ -1,4 +1,4 @@
-"""Work that goes on: it is never refused, what does not fit is parked.
+"""What waits for budget, and work that goes on: that is never refused, but parked.
 
 The next attempt of a reservation (a retry, or the same message again after a lost worker) needs
 the estimate once more on top of what was used so far. While it is parked no more is held than was
@@ -15,13 +15,15 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import chain
+from celery_budget.core.draws import chain, decide, queued
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     TERMINAL,
     AlreadyReserved,
     Cancelling,
     Closed,
+    Crowded,
+    GivenUp,
     Line,
     Missing,
     Parked,
@@ -30,11 +32,14 @@ from celery_budget.core.reservations import (
     Reserved,
     ReserveRequest,
     Running,
+    Tried,
 )
 from celery_budget.core.retries import DEADLINE
-from celery_budget.store import deadlines, outbox, parked, untold
+from celery_budget.store import advisory, deadlines, outbox, parked, untold
 from celery_budget.store.batch import MOST_KEYS
-from celery_budget.store.requests import note_given_up, reserve
+from celery_budget.store.levels import levels_of
+from celery_budget.store.refusals import note_refusals
+from celery_budget.store.requests import note_given_up, reserve, try_reserve
 from celery_budget.store.reservations import (
     drop_lines,
     kept,
@@ -70,6 +75,7 @@ __all__ = [
     "is_cancelled",
     "leaves_chord",
     "next_attempt",
+    "park_new",
     "refit",
     "reserve_or_park",
     "try_parked",
@@ -93,8 +99,37 @@ def reserve_or_park(
         connection, request, message, delivered_us=delivered_us, note_refusal=False, lock_ms=lock_ms
     )
     if isinstance(admitted, Refused):
-        return Parked(parked.park(connection, request, message, park_us))
+        return Parked(parked.park(connection, request, message, park_us, admitted))
     return admitted
+
+
+def park_new(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    lock_ms: int,
+    park_us: int,
+    bound: int,
+    most: int,
+) -> Tried:
+    """Park a new request that was refused just now, unless it fits by now; a repeat finds it.
+
+    Locks as :func:`reserve`. Two with one id at once: the second waits for the first, and is it.
+
+    :param bound: how many messages may wait to be published.
+    :param most: how much may be parked; beyond that, give or take what is parked just now, it is
+        ``Crowded`` and counted as a refusal.
+    """
+    tried = try_reserve(
+        connection, request, message, note=False, lock_ms=lock_ms, bound=bound, queues=True
+    )
+    if not isinstance(tried, Refused):
+        return tried
+    if parked.count(connection, request.root, most) >= most:
+        note_refusals(connection, request.root, [(request, tried)])
+        return Crowded(tried, most)
+    return Parked(parked.park(connection, request, message, park_us, tried))
 
 
 def ended_unrun(
@@ -155,7 +190,8 @@ def next_attempt(
     if parked_id is not None:
         # A repeat after a lost answer.
         return Parked(parked_id)
-    if hold_next(connection, request) is None:
+    refused = hold_next(connection, request)
+    if refused is None:
         _write_next(connection, request, message, after_attempt, running)
         return Reserved(reservation_id)
     of = lines_of(connection, request.root, reservation_id)
@@ -166,6 +202,7 @@ def next_attempt(
             request,
             message,
             park_us,
+            refused,
             reservation_id=reservation_id,
             after_attempt=after_attempt,
         )
@@ -184,8 +221,7 @@ def _write_next(
         request.root,
         deadlines.bounded(message, request.deadline_us),
         state="blocked" if running else "due",
-        reservation_id=request.reservation_id,
-        retries=request.retries,
+        request=request,
         after_attempt=after_attempt,
     )
 
@@ -290,8 +326,10 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         retries=row.retries,
         unreserved=row.unreserved,
         finishing=True,
+        tenant=outbox.tenant_of(connection, row.root, reservation_id),
         prices=row.prices,
         deadline_us=row.deadline_us,
+        shadows=row.shadows,
     )
 
 
@@ -299,38 +337,57 @@ def try_parked(
     connection: Connection,
     root: str,
     parked_id: uuid.UUID,
-    reservation_id: uuid.UUID | None,
+    queue: str,
     lock_ms: int,
-) -> bool:
-    """Admit one parked row if it fits now.
+) -> bool | Refused:
+    """Admit one parked row if it fits now; what it was refused with, if not.
 
-    Locks the reservation it belongs to, the parked row, then as :func:`reserve`. Two sweeps at
-    once: the second passes the locked row by.
+    Locks, without a wait, the queue, then the reservation it belongs to, the parked row, then as
+    :func:`reserve`. Two sweeps at once: the second passes by the queue that the first is at. False
+    where it does, and where the row is gone.
 
+    :param queue: the budget that it waits for.
     :raises BudgetError: for what cannot be decided, as by :func:`reserve`. Nothing of it may be
         committed: the caller rolls back, and sees to it that others come first then.
     """
+    if not advisory.try_lock(connection, root, advisory.QUEUES, queue):
+        return False
+    reservation_id = parked.reservation_of(connection, root, parked_id)
     held = None if reservation_id is None else lock(connection, root, reservation_id)
     row = parked.lock_parked(connection, root, parked_id)
     if row is None:
         return False
     request, message = parked.request_of(row), outbox.message_of(row, row.due_us)
+    refused: object = None
     if reservation_id is None:
-        fits = not isinstance(
-            reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms), Refused
-        )
-    elif held is None or held.state in TERMINAL:
-        fits = True
-    else:
-        fits = hold_next(connection, request) is None
-        if fits:
+        refused = _kept_for_others(connection, row, request)
+        if refused is None:
+            refused = reserve(connection, request, message, note_refusal=False, lock_ms=lock_ms)
+    elif held is not None and held.state not in TERMINAL:
+        refused = hold_next(connection, request)
+        if refused is None:
             running = held.state == "running" and held.attempts == row.after_attempt
             _write_next(connection, request, message, row.after_attempt, running)
-    if fits:
-        parked.unpark(connection, root, parked_id)
-    else:
-        parked.touch(connection, root, parked_id)
-    return fits
+    if isinstance(refused, Refused):
+        parked.requeue(connection, row, refused)
+        return refused
+    parked.unpark(connection, root, parked_id)
+    return True
+
+
+def _kept_for_others(
+    connection: Connection, row: sa.Row[Any], request: ReserveRequest
+) -> Refused | None:
+    """Return why a parked request waits where another goes ahead, in the queue of another budget.
+
+    Those of its own come in their order anyway. Locks nothing.
+    """
+    ahead = parked.ahead(connection, row.root) - {row.budget}
+    if request.finishing or not ahead:
+        return None
+    known = levels_of(connection, row.root, [line.budget for line in request.lines])
+    decided = decide(request.lines, known, False) if known else ()
+    return decided if isinstance(decided, Refused) else queued(known, decided, ahead)
 
 
 def cancel(
@@ -477,21 +534,19 @@ def drop_next(connection: Connection, root: str, reservation_id: uuid.UUID, atte
 
 def give_up(
     connection: Connection, root: str, parked_id: uuid.UUID, reservation_id: uuid.UUID | None
-) -> bool:
+) -> GivenUp | None:
     """Drop a parked row whose time is over; the reservation that waited for it is settled.
 
     A request that never had one stays known as released, having held nothing. The result of its
     task is to be told.
 
-    Locks as :func:`try_parked`. False while the attempt it follows still runs.
+    Locks the reservation, then the parked row. None while the attempt it follows still runs, and
+    where another sweep is at it.
     """
     held = None if reservation_id is None else lock(connection, root, reservation_id)
     row = parked.lock_parked(connection, root, parked_id)
-    if row is None:
-        return False
-    if held is not None and held.state == "running":
-        parked.touch(connection, root, parked_id)
-        return False
+    if row is None or (held is not None and held.state == "running"):
+        return None
     parked.unpark(connection, root, parked_id)
     request = parked.request_of(row)
     reason = deadlines.why(GIVEN_UP, request.deadline_us, row.deadline_us, row.expires_us)
@@ -499,7 +554,15 @@ def give_up(
         _never_admitted(connection, request, reason)
     elif isinstance(release(connection, root, reservation_id, reason), Released):
         untold.note(connection, root, row.task_id, reason, reservation_id)
-    return True
+    return GivenUp(
+        row.task_id,
+        row.task_name,
+        row.owner,
+        row.request_id,
+        row.budget,
+        row.amount,
+        row.created_us,
+    )
 
 
 def _never_admitted(connection: Connection, request: ReserveRequest, reason: str) -> None:

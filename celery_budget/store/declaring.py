@@ -20,7 +20,7 @@ from celery_budget.core.budgets import (
 from celery_budget.core.declarations import Change, compare
 from celery_budget.core.draws import OPEN
 from celery_budget.errors import InvalidBudget, UnknownBudget
-from celery_budget.store import levels, windows
+from celery_budget.store import levels, parked, windows
 from celery_budget.store.budgets import (
     budget_of,
     close,
@@ -89,6 +89,8 @@ def declare(
         .where(budgets.c.root == root, budgets.c.name == budget.name)
         .values(**_columns(budget), updated_us=now_us())
     )
+    if before.parent != budget.parent:
+        parked.look_anew(connection, root)
     if before.period != budget.period and not is_template(budget.name):
         windows.retime(connection, root, budget.name, budget.period)
     return True
@@ -183,6 +185,7 @@ def _columns(budget: Budget) -> dict[str, Any]:
         "soft_stop": budget.soft_stop,
         "hard_stop": budget.hard_stop,
         "stripes": budget.stripes,
+        "weight": budget.weight,
     }
 
 

@@ -19,8 +19,11 @@ from celery_budget.core.reservations import (
     Claimed,
     Closed,
     Conflict,
+    Crowded,
     Ended,
+    Full,
     Outcome,
+    Parked,
     Refused,
     Released,
     Reserved,
@@ -41,7 +44,18 @@ from celery_budget.store.schema import outbox, reservations
 __all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start"]
 
 #: Why a request does not run now.
-NotStarted = AlreadyReserved | Refused | Unknown | Conflict | Backlogged | Skipped | Closed
+NotStarted = (
+    AlreadyReserved
+    | Refused
+    | Unknown
+    | Conflict
+    | Backlogged
+    | Full
+    | Skipped
+    | Closed
+    | Parked
+    | Crowded
+)
 
 RETRIED = Outcome("retried")
 

@@ -20,7 +20,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import CLAIMABLE, Outcome
-from celery_budget.store import outbox, plans, silent, untold, usage
+from celery_budget.store import outbox, parked, plans, silent, untold, usage
 from celery_budget.store.attempts import (
     NOBODY,
     UNCERTAIN,
@@ -392,6 +392,7 @@ def conclude(
     if ready == "returned" and row.plan_id is not None:
         plans.release_unreached(connection, row)
     outbox.drop(connection, root, reservation_id)
+    parked.drop(connection, root, reservation_id)
     if row.cancelled_us is not None:
         # So is what replaces it.
         cancel(connection, root, row.task_id)

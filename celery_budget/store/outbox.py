@@ -16,6 +16,7 @@ from celery_budget.core.reservations import ReserveRequest
 from celery_budget.store import advisory
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
+    IS_HELD,
     IS_KEPT,
     IS_UNPUBLISHED,
     attempts,
@@ -23,6 +24,7 @@ from celery_budget.store.schema import (
     outbox,
     reservations,
 )
+from celery_budget.store.waiting import feeding
 
 #: How many messages of one order key are let go at a time, and how many keys by one statement.
 FOLLOWERS = 100
@@ -36,6 +38,7 @@ __all__ = [
     "enqueue",
     "enqueue_many",
     "enqueue_plain",
+    "is_held",
     "let_follow",
     "lock_orders",
     "make_due",
@@ -43,6 +46,7 @@ __all__ = [
     "prune",
     "publishes",
     "take",
+    "tenant_of",
     "unblock",
     "wake",
 ]
@@ -86,14 +90,16 @@ def enqueue(
     *,
     state: str = "due",
     outbox_id: uuid.UUID | None = None,
-    reservation_id: uuid.UUID | None = None,
+    request: ReserveRequest | None = None,
     parent_id: uuid.UUID | None = None,
-    retries: int = 0,
     after_attempt: int | None = None,
     delivered_us: int | None = None,
 ) -> bool:
     """Write a message; false where the reservation's attempt, or the parent, has it already.
 
+    What a lane feeds is held until that lets it go.
+
+    :param request: whose next attempt it starts; none for a message without a budget.
     :param outbox_id: its id, where the same call may be made again after a lost answer.
     :param delivered_us: a worker has it already: it counts as published and is looked at again
         after this time.
@@ -102,16 +108,25 @@ def enqueue(
     # What is due at once is due now, not before all that has waited for its time.
     due: Any = now_us() if message.due_us == 0 else message.due_us
     lock_orders(connection, root, [message])
+    lane = feeding(root, message.queue)
+    written: Any = "published" if delivered else state
+    laned: dict[str, Any] = {}
+    if request is not None:
+        tenant = request.tenant or request.owner
+        laned = {"lane": lane, "tenant": tenant, "weight": request.weight}
+        if written == "due":
+            written = _held_if(lane)
     inserted = insert_new(
         connection,
         outbox,
         **columns_of(message),
+        **laned,
         root=root,
         outbox_id=outbox_id or new_id(),
-        reservation_id=reservation_id,
+        reservation_id=None if request is None else request.reservation_id,
         parent_id=parent_id,
-        retries=retries,
-        state="published" if delivered else state,
+        retries=0 if request is None else request.retries,
+        state=written,
         after_attempt=after_attempt,
         due_us=due if delivered_us is None else now_us() + delivered_us,
         publishes=int(delivered),
@@ -122,6 +137,24 @@ def enqueue(
     if state == "due" and not delivered and message.due_us == 0:
         wake(connection, root)
     return inserted
+
+
+def _held_if(lane: Any) -> Any:
+    """Return what stands in a statement for the state of a message that is due."""
+    return sa.case((lane.is_(None), "due"), else_="held")
+
+
+def is_held(connection: Connection, root: str, reservation_id: uuid.UUID, retries: int) -> bool:
+    """Tell whether a lane holds the message of a reservation's attempt. Locks nothing."""
+    found = connection.execute(
+        sa.select(outbox.c.outbox_id).where(
+            outbox.c.root == root,
+            outbox.c.reservation_id == reservation_id,
+            outbox.c.retries == retries,
+            sa.text(IS_HELD),
+        )
+    )
+    return found.first() is not None
 
 
 def lock_orders(connection: Connection, root: str, messages: Iterable[WireMessage]) -> None:
@@ -157,8 +190,13 @@ def enqueue_many(
     now = sa.select(now_us()).scalar_subquery()
     timed = sa.bindparam("timed_us", type_=sa.BigInteger)
     due: Any = now + delivered_us if delivered else sa.func.coalesce(sa.func.nullif(timed, 0), now)
+    lane = feeding(root, sa.bindparam("fed_queue", type_=sa.String))
     statement = outbox.insert().values(
-        due_us=due, created_us=now, published_us=now if delivered else None
+        due_us=due,
+        created_us=now,
+        published_us=now if delivered else None,
+        lane=lane,
+        state="published" if delivered else _held_if(lane),
     )
     connection.execute(
         statement.returning(outbox.c.retries),
@@ -168,7 +206,7 @@ def enqueue_many(
                 "outbox_id": new_id(),
                 "reservation_id": request.reservation_id,
                 "retries": request.retries,
-                "state": "published" if delivered else "due",
+                "fed_queue": message.queue,
                 "publishes": int(delivered),
                 "failures": 0,
                 "tenant": request.tenant or request.owner,
@@ -228,7 +266,8 @@ def make_due(
 ) -> bool:
     """Have the message of a reservation's attempt published (again) in ``wait_us``.
 
-    A relay that has published it, and was too slow to say so, says so no more.
+    A relay that has published it, and was too slow to say so, says so no more. What a lane has let
+    go keeps its place there; what it holds stays held.
     """
     return bool(
         connection.execute(
@@ -239,7 +278,12 @@ def make_due(
                 outbox.c.retries == retries,
                 outbox.c.state != "blocked",
             )
-            .values(state="due", due_us=now_us() + wait_us, taken_by=None, behind=False)
+            .values(
+                state=sa.case((outbox.c.state == "held", "held"), else_="due"),
+                due_us=now_us() + wait_us,
+                taken_by=None,
+                behind=False,
+            )
         ).rowcount
     )
 
@@ -261,13 +305,15 @@ def unblock(
 ) -> int | None:
     """Free the message that waited for ``attempt`` to end; return its retries, none if none did.
 
+    It is held where a lane feeds its queue.
+
     The message of the attempt that ended goes: its successor is the reservation's message now.
     """
     mine = sa.and_(outbox.c.root == root, outbox.c.reservation_id == reservation_id)
     retries = connection.execute(
         outbox.update()
         .where(mine, outbox.c.state == "blocked", outbox.c.after_attempt == attempt)
-        .values(state="due")
+        .values(state=_held_if(outbox.c.lane))
         .returning(outbox.c.retries)
     ).scalar()
     if retries is not None:
@@ -303,6 +349,19 @@ def take(
         return None
     let_follow(connection, root, [row.order_key])
     return message_of(row)
+
+
+def tenant_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> str | None:
+    """Return whose share of a lane a reservation's last message counts to; none without one.
+
+    Locks nothing.
+    """
+    return connection.execute(
+        sa.select(outbox.c.tenant)
+        .where(outbox.c.root == root, outbox.c.reservation_id == reservation_id)
+        .order_by(outbox.c.retries.desc())
+        .limit(1)
+    ).scalar()
 
 
 def unpublished(connection: Connection, root: str, reservation_id: uuid.UUID) -> WireMessage | None:

@@ -18,6 +18,7 @@ from celery_budget.core.reservations import AlreadyReserved, Missing, Reserved, 
 from celery_budget.store import deadlines, outbox
 from celery_budget.store.balances import Move, key_of, move
 from celery_budget.store.schema import lines, now_us, reservations
+from celery_budget.store.waiting import feeding
 
 __all__ = ["activate", "hand_over", "lock_rest", "release_rest", "release_unreached"]
 
@@ -55,14 +56,11 @@ def activate(
             opaque=request.opaque,
             parent_id=request.parent,
             retries=request.retries,
+            lane=feeding(request.root, message.queue),
         )
     )
     outbox.enqueue(
-        connection,
-        request.root,
-        deadlines.bounded(message, row.deadline_us),
-        reservation_id=request.reservation_id,
-        retries=request.retries,
+        connection, request.root, deadlines.bounded(message, row.deadline_us), request=request
     )
     return Reserved(row.reservation_id)
 

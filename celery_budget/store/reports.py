@@ -31,7 +31,6 @@ from celery_budget.store.schema import (
 
 __all__ = [
     "counts",
-    "drift",
     "find_parked",
     "find_reservations",
     "mismatched_balances",
@@ -41,14 +40,17 @@ __all__ = [
     "open_work",
     "orphaned_lines",
     "overdue_us",
+    "same_reservation",
     "story",
+    "total",
     "unreachable",
 ]
 
 Rows = list[sa.Row[Any]]
 
 
-def _sum(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+def total(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+    """Return the exact sum of amounts; 0 of none."""
     return sa.func.coalesce(exact_sum(column), 0)
 
 
@@ -61,9 +63,9 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
     )
     flags = connection.execute(
         sa.select(
-            _sum(sa.cast(reservations.c.over, sa.Integer)).label("over"),
-            _sum(sa.cast(reservations.c.unmetered, sa.Integer)).label("unmetered"),
-            _sum(sa.cast(reservations.c.unreserved, sa.Integer)).label("unreserved"),
+            total(sa.cast(reservations.c.over, sa.Integer)).label("over"),
+            total(sa.cast(reservations.c.unmetered, sa.Integer)).label("unmetered"),
+            total(sa.cast(reservations.c.unreserved, sa.Integer)).label("unreserved"),
         ).where(reservations.c.root == root)
     ).one()
     found = {f"state_{state}": int(count) for state, count in states}
@@ -77,50 +79,15 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
         )
     ).scalar_one()
     found.update({name: int(count) for name, count in flags._mapping.items()})
-    refused = sa.select(_sum(refusals.c.count)).where(refusals.c.root == root)
+    refused = sa.select(total(refusals.c.count)).where(refusals.c.root == root)
     found["refused"] = int(connection.execute(refused).scalar_one())
     waiting = sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
     found["parked"] = connection.execute(waiting).scalar_one()
     return found
 
 
-def drift(connection: Connection, root: str) -> Rows:
-    """Return estimate against actual by stage and estimator, where the actual was measured.
-
-    That is of requests that succeeded and recorded what they used: a failure may have stopped
-    half-way, and what recorded nothing was charged the estimate itself. Of a request that draws on
-    several budgets the first it names counts.
-    """
-    return list(
-        connection.execute(
-            sa.select(
-                reservations.c.stage,
-                reservations.c.estimator,
-                reservations.c.estimator_version,
-                sa.func.count(sa.distinct(reservations.c.reservation_id)).label("requests"),
-                _sum(lines.c.estimate).label("estimated"),
-                _sum(lines.c.settled).label("actual"),
-            )
-            .join(lines, sa.and_(_same_reservation(lines), lines.c.line == 0))
-            .join(
-                attempts,
-                sa.and_(_same_reservation(attempts), attempts.c.attempt == reservations.c.attempts),
-            )
-            .where(
-                reservations.c.root == root,
-                reservations.c.state == "settled",
-                attempts.c.outcome == "returned",
-                ~reservations.c.unmetered,
-            )
-            .group_by(
-                reservations.c.stage, reservations.c.estimator, reservations.c.estimator_version
-            )
-            .order_by(reservations.c.stage, reservations.c.estimator)
-        )
-    )
-
-
-def _same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
+def same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
+    """Tell a reservation's rows in another table."""
     return sa.and_(
         table.c.root == reservations.c.root,
         table.c.reservation_id == reservations.c.reservation_id,
@@ -137,8 +104,8 @@ def mismatched_balances(connection: Connection, root: str) -> Rows:
             lines.c.budget,
             lines.c.window_us,
             lines.c.stripe,
-            _sum(lines.c.reserved).label("reserved"),
-            _sum(lines.c.settled).label("spent"),
+            total(lines.c.reserved).label("reserved"),
+            total(lines.c.settled).label("spent"),
         )
         .where(lines.c.root == root)
         .group_by(lines.c.budget, lines.c.window_us, lines.c.stripe),
@@ -147,7 +114,7 @@ def mismatched_balances(connection: Connection, root: str) -> Rows:
             adjustments.c.window_us,
             adjustments.c.stripe,
             sa.literal(0),
-            _sum(adjustments.c.amount),
+            total(adjustments.c.amount),
         )
         .where(adjustments.c.root == root)
         .group_by(adjustments.c.budget, adjustments.c.window_us, adjustments.c.stripe),
@@ -157,8 +124,8 @@ def mismatched_balances(connection: Connection, root: str) -> Rows:
             parts.c.budget,
             parts.c.window_us,
             parts.c.stripe,
-            _sum(parts.c.reserved).label("reserved"),
-            _sum(parts.c.spent).label("spent"),
+            total(parts.c.reserved).label("reserved"),
+            total(parts.c.spent).label("spent"),
         )
         .group_by(parts.c.budget, parts.c.window_us, parts.c.stripe)
         .subquery()
@@ -260,7 +227,7 @@ def mismatched_lines(connection: Connection, root: str) -> Rows:
                 lines.c.used,
                 lines.c.settled,
             )
-            .join(lines, _same_reservation(lines))
+            .join(lines, same_reservation(lines))
             .where(reservations.c.root == root, wrong)
             .order_by(reservations.c.reservation_id)
         )
@@ -274,7 +241,7 @@ def orphaned_lines(connection: Connection, root: str) -> Rows:
             sa.select(lines.c.reservation_id, lines.c.budget, lines.c.reserved, lines.c.settled)
             .where(
                 lines.c.root == root,
-                ~sa.exists().where(reservations.c.root == root, _same_reservation(lines)),
+                ~sa.exists().where(reservations.c.root == root, same_reservation(lines)),
             )
             .order_by(lines.c.reservation_id, lines.c.line)
         )
@@ -284,7 +251,7 @@ def orphaned_lines(connection: Connection, root: str) -> Rows:
 def mismatched_usage(connection: Connection, root: str) -> Rows:
     """Return lines whose recorded total is not the sum of the usage records."""
     sums = (
-        sa.select(usage.c.reservation_id, usage.c.unit, _sum(usage.c.amount).label("amount"))
+        sa.select(usage.c.reservation_id, usage.c.unit, total(usage.c.amount).label("amount"))
         .where(usage.c.root == root)
         .group_by(usage.c.reservation_id, usage.c.unit)
         .subquery()
@@ -295,7 +262,7 @@ def mismatched_usage(connection: Connection, root: str) -> Rows:
             sa.select(
                 reservations.c.task_id, lines.c.budget, lines.c.used, amount.label("recorded")
             )
-            .join(lines, _same_reservation(lines))
+            .join(lines, same_reservation(lines))
             .outerjoin(
                 sums,
                 sa.and_(
@@ -317,7 +284,7 @@ def unreachable(connection: Connection, root: str) -> Rows:
     """
 
     def has(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-        return sa.exists().where(_same_reservation(table), table.c.root == root, *where)
+        return sa.exists().where(same_reservation(table), table.c.root == root, *where)
 
     has_message, is_parked = has(outbox), has(parked)
     is_attempted = has(attempts, attempts.c.lease_until_us.is_not(None))
@@ -428,6 +395,9 @@ def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
                 parked.c.created_us,
                 parked.c.deadline_us,
                 parked.c.retries,
+                parked.c.budget,
+                parked.c.reason,
+                parked.c.amount,
             ).where(
                 parked.c.root == root,
                 sa.or_(parked.c.task_id == some_id, parked.c.request_id == some_id),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.backpressure import OUTBOX_SECONDS, Pace, spread
 from celery_budget.core.draws import mixed
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
@@ -16,6 +17,8 @@ from celery_budget.core.reservations import (
     AlreadyReserved,
     Backlogged,
     Conflict,
+    Crowded,
+    Full,
     Refused,
     Reserved,
     ReserveRequest,
@@ -23,8 +26,8 @@ from celery_budget.core.reservations import (
     Tried,
     Unknown,
 )
-from celery_budget.errors import BudgetError, OutboxFull, RequestConflict, UnknownBudget
-from celery_budget.store import declaring, levels
+from celery_budget.errors import BudgetError, OutboxFull, QueueFull, RequestConflict, UnknownBudget
+from celery_budget.store import declaring, levels, parked
 from celery_budget.store.backlog import uncounted
 from celery_budget.store.batch import (
     columns_of,
@@ -60,7 +63,9 @@ def reserve(
     :param delivered_us: the message is with a worker already; it is not to be published, unless
         that worker has not claimed it after this time.
     :param note_refusal: count a refusal in the reports.
-    :param bound: how many messages may wait to be published; none for any number.
+    :param bound: how many messages may wait to be published; none for any number, and for work
+        that goes on, which its lane holds however much waits there.
+    :raises QueueFull: where the lane that feeds the message's queue takes no more.
     :raises OutboxFull: where more wait than that, give or take what came within two seconds.
     :raises UnknownBudget: where a budget does not exist.
     :raises RequestConflict: where the request's id is in use for another request.
@@ -76,7 +81,7 @@ def reserve(
         lock_ms=lock_ms,
         bound=bound,
     )
-    if isinstance(tried, (Backlogged, Unknown, Conflict, Skipped)):
+    if not isinstance(tried, (Reserved, AlreadyReserved, Refused)):
         raise error_of(tried)
     return tried
 
@@ -90,15 +95,20 @@ def try_reserve(
     note: bool = True,
     lock_ms: int = 5000,
     bound: int | None = None,
+    queues: bool = False,
 ) -> Tried:
     """As :func:`reserve`, with every end an outcome.
 
-    Beyond the ``bound`` it is ``Backlogged``.
+    Beyond the ``bound`` it is ``Backlogged``, beyond a lane's ``Full``.
 
+    :param queues: it is new: ``Parked`` where it is parked already, and refused where what was
+        parked before goes ahead.
     :raises Unready: as :func:`reserve`.
     """
     if connection.dialect.name == "postgresql":
-        return _reserve_postgresql(connection, request, message, delivered_us, note, lock_ms, bound)
+        return _reserve_postgresql(
+            connection, request, message, delivered_us, note, lock_ms, bound, queues
+        )
     [tried] = reserve_many(
         connection,
         request.root,
@@ -106,27 +116,33 @@ def try_reserve(
         delivered_us=delivered_us,
         note=note,
         bound=bound,
+        queues=queues,
     )
     return tried
 
 
-def error_of(outcome: Refused | Backlogged | Unknown | Conflict | Skipped) -> BudgetError:
+def error_of(outcome: Tried) -> BudgetError:
     """Return what a caller is told whose request was turned away."""
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, (Refused, Crowded)):
         return outcome.error()
     if isinstance(outcome, Backlogged):
-        return OutboxFull(outcome.messages, outcome.bound)
+        return OutboxFull(outcome.messages, outcome.bound, spread(OUTBOX_SECONDS))
+    if isinstance(outcome, Full):
+        return QueueFull(
+            outcome.lane, outcome.reason, outcome.weight, outcome.waiting, outcome.bound
+        )
     if isinstance(outcome, Unknown):
         return UnknownBudget(outcome.budget)
     if isinstance(outcome, Conflict):
         return RequestConflict(outcome.request_id, outcome.owner, outcome.task_id)
-    if isinstance(outcome.because, (Refused, Backlogged, Unknown, Conflict)):
+    if isinstance(outcome, Skipped) and outcome.because is not None:
         return error_of(outcome.because)
     raise AssertionError("what is left out is left out for another one that was turned away")
 
 
 _RESERVE = sa.text(
-    "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
+    "SELECT r.*, p.left_us, p.freed, p.span_us"
+    " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
     " CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
@@ -135,7 +151,10 @@ _RESERVE = sa.text(
     " CAST(:expires_us AS bigint), :queue,"
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
     " CAST(:within_us AS bigint),"
-    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :note, :who, :lock_ms)"
+    " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
+    " :note, :who, :lock_ms) AS r"
+    # Of what is admitted there is no budget, and nothing is looked at.
+    " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true"
 )
 
 
@@ -147,6 +166,7 @@ def _reserve_postgresql(
     note: bool,
     lock_ms: int,
     bound: int | None,
+    queues: bool,
 ) -> Tried:
     columns = columns_of(request)
     for unsaid in ("charges_start", "plan_id", "step"):
@@ -175,6 +195,7 @@ def _reserve_postgresql(
             "tenant": request.tenant or request.owner,
             "weight": request.weight,
             "bound": bound,
+            "queues": queues,
             "note": note,
             "who": who(),
             "lock_ms": str(lock_ms),
@@ -190,10 +211,14 @@ def _reserve_postgresql(
         raise uncounted(request.root)
     if row.outcome == "backlog":
         return Backlogged(row.requested, row.limit_amount)
+    if row.outcome == "lane":
+        return Full(row.budget, row.unit, request.weight, row.requested, row.limit_amount)
     if row.outcome == "moved":
         raise moved(names[0])
     if row.outcome == "mixed":
         raise mixed(row.budget)
+    if row.outcome == "parked":
+        return parked.same(request, row.reservation_id, row.fingerprint)
     if row.reservation_id is None:
         return Refused(
             row.budget,
@@ -204,6 +229,7 @@ def _reserve_postgresql(
             row.spent,
             row.outcome,
             row.most,
+            None if row.freed is None else Pace(row.left_us, row.freed, row.span_us),
         )
     return repeated(request, row)
 

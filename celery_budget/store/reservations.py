@@ -346,6 +346,9 @@ def finish(
             ended_us=now_us(),
         )
     )
+    if reservation.lane is not None:
+        # It has room again.
+        outbox.wake(connection, root)
 
 
 def release(

@@ -36,8 +36,10 @@ from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.messages import MIDDLE_RANK
 
 __all__ = [
+    "IS_HELD",
     "IS_KEPT",
     "IS_NEXT",
+    "IS_RELEASED",
     "IS_TEMPLATE",
     "IS_UNPUBLISHED",
     "adjustments",
@@ -50,6 +52,9 @@ __all__ = [
     "grants",
     "instant",
     "journal",
+    "lane_queues",
+    "lane_tallies",
+    "lanes",
     "lines",
     "metadata",
     "now_us",
@@ -61,6 +66,7 @@ __all__ = [
     "relays",
     "reservations",
     "reuse",
+    "shares",
     "untold",
     "usage",
 ]
@@ -132,6 +138,12 @@ IS_NEXT = "state = 'due' AND NOT behind"
 IS_UNPUBLISHED = "state <> 'published'"
 #: And which are kept only against a replay of their parent.
 IS_KEPT = "state = 'published' AND reservation_id IS NULL"
+#: What a lane holds back, and what it has let go that is not started, or runs.
+IS_HELD = "state = 'held'"
+IS_RELEASED = "lane IS NOT NULL AND state IN ('due', 'published')"
+
+#: Of which requests it was measured what they used.
+IS_MEASURED = "state = 'settled' AND NOT unmetered"
 
 budgets = Table(
     "budget_budgets",
@@ -151,6 +163,8 @@ budgets = Table(
     Column("anchor_day", SmallInteger, nullable=False, server_default="1"),
     Column("soft_stop", Integer, nullable=False, server_default="1000000"),
     Column("hard_stop", Integer, nullable=False, server_default="1000000"),
+    # Its share of a lane, beside that of others; 0 goes last.
+    Column("weight", Integer, nullable=False, server_default="1"),
     Column("stripes", SmallInteger, nullable=False, server_default="1"),
     # open; draining: takes nothing new and is closed when nothing is held; closed.
     Column("state", String(16), nullable=False, server_default="open"),
@@ -297,6 +311,8 @@ reservations = Table(
     ),
     Index("ix_budget_reservations_task", "root", "task_id"),
     Index("ix_budget_reservations_open", "root", "state", **_when("ended_us IS NULL")),
+    # What estimates are suggested by: the last of a stage.
+    Index("ix_budget_reservations_measured", "root", "stage", "ended_us", **_when(IS_MEASURED)),
     Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
 )
 
@@ -437,9 +453,9 @@ outbox = Table(
     Column("task_id", Text, nullable=False),
     Column("task_name", Text, nullable=False),
     Column("retries", Integer, nullable=False),
-    # due: to be published at due_us. blocked: until its attempt ends. published: confirmed;
-    # looked at again at due_us. Without published_us: it never will be, and is only kept against a
-    # replay of its parent.
+    # due: to be published at due_us. held: until its lane lets it go, at due_us at the earliest.
+    # blocked: until its attempt ends. published: confirmed; looked at again at due_us. Without
+    # published_us: it never will be, and is only kept against a replay of its parent.
     Column("state", String(16), nullable=False),
     Column("after_attempt", Integer),
     Column("due_us", BigInteger, nullable=False),
@@ -486,6 +502,35 @@ outbox = Table(
         **_when(f"order_key IS NOT NULL AND {IS_UNPUBLISHED}"),
     ),
     Index("ix_budget_outbox_kept", "root", "outbox_id", **_when(IS_KEPT)),
+    # Of what a lane holds: the oldest, the oldest and the lightest of a tenant, what expires.
+    Index("ix_budget_outbox_waits", "root", "lane", "due_us", **_when(IS_HELD)),
+    Index(
+        "ix_budget_outbox_held",
+        "root",
+        "lane",
+        "behind",
+        "tenant",
+        "due_us",
+        "outbox_id",
+        **_when(IS_HELD),
+    ),
+    Index(
+        "ix_budget_outbox_light",
+        "root",
+        "lane",
+        "behind",
+        "tenant",
+        "weight",
+        "outbox_id",
+        **_when(IS_HELD),
+    ),
+    Index(
+        "ix_budget_outbox_ends",
+        "root",
+        "expires_us",
+        **_when(f"{IS_HELD} AND expires_us IS NOT NULL"),
+    ),
+    Index("ix_budget_outbox_released", "root", "lane", **_when(IS_RELEASED)),
     Index(
         "ux_budget_outbox_attempt",
         "root",
@@ -521,6 +566,7 @@ parked = Table(
     Column("request", Text, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("deadline_us", BigInteger, nullable=False),
+    # Not to be tried before, as where that failed.
     Column("checked_us", BigInteger, nullable=False),
     Column("task_name", Text, nullable=False),
     Column("queue", Text, nullable=False),
@@ -531,6 +577,14 @@ parked = Table(
     Column("rank", SmallInteger, nullable=False, server_default=DEFAULT_RANK),
     Column("order_key", String(255)),
     Column("broker", String(255), nullable=False, server_default=""),
+    # The budget that was short when it was last tried, why, and how much more it needs of that.
+    Column("budget", String(255), nullable=False, server_default=""),
+    Column("reason", String(16), nullable=False, server_default="held"),
+    Column("amount", BigInteger, nullable=False, server_default="0"),
+    # Whose turn it is among those that wait for that budget: the smaller one.
+    Column("turn", BigInteger, nullable=False, server_default="0"),
+    # Until when nothing else is admitted to that budget, where it goes ahead.
+    Column("ahead_us", BigInteger),
     PrimaryKeyConstraint("root", "parked_id", name="pk_budget_parked"),
     Index(
         "ux_budget_parked_request",
@@ -541,7 +595,12 @@ parked = Table(
         "retries",
         unique=True,
     ),
-    Index("ix_budget_parked_checked", "root", "checked_us"),
+    Index("ix_budget_parked_deadline", "root", "deadline_us"),
+    Index("ix_budget_parked_turn", "root", "budget", "turn", "created_us"),
+    Index("ix_budget_parked_owner", "root", "budget", "owner", "turn"),
+    Index("ix_budget_parked_amount", "root", "budget", "amount"),
+    Index("ix_budget_parked_oldest", "root", "budget", "created_us"),
+    Index("ix_budget_parked_ahead", "root", "budget", **_when("ahead_us IS NOT NULL")),
     Index(
         "ix_budget_parked_reservation",
         "root",
@@ -637,6 +696,80 @@ backlog = Table(
     Column("messages", BigInteger, nullable=False),
     Column("counted_us", BigInteger, nullable=False),
     PrimaryKeyConstraint("root", name="pk_budget_backlog"),
+)
+
+lanes = Table(
+    "budget_lanes",
+    metadata,
+    Column("root", String(255)),
+    Column("name", String(255)),
+    # None for no limit.
+    Column("max_queued_jobs", BigInteger),
+    Column("max_queued_units", BigInteger),
+    Column("max_running_jobs", BigInteger),
+    Column("max_running_units", BigInteger),
+    Column("burst_units", BigInteger),
+    Column("max_waiting_jobs", BigInteger),
+    Column("max_waiting_units", BigInteger),
+    Column("max_wait_us", BigInteger),
+    Column("paused", Boolean, nullable=False),
+    Column("preflight", Boolean, nullable=False),
+    Column("ageing", BigInteger, nullable=False),
+    # It feeds nothing any more; what it holds still is let go.
+    Column("deleted", Boolean, nullable=False),
+    # When its last burst was let go.
+    Column("ticked_us", BigInteger, nullable=False, server_default="0"),
+    # Of more tenants than one look takes: after which one the next look begins.
+    Column("after_tenant", String(255), nullable=False, server_default=""),
+    # Whether its workers answered when they were asked last, when that was, and why not.
+    Column("awake", Boolean),
+    Column("checked_us", BigInteger, nullable=False, server_default="0"),
+    Column("asleep_reason", Text),
+    PrimaryKeyConstraint("root", "name", name="pk_budget_lanes"),
+)
+
+# What has been had of a lane, in its virtual time: by tenants, by the budgets above them (which are
+# named as tenants are), and by the lane itself, whose name is empty.
+shares = Table(
+    "budget_shares",
+    metadata,
+    Column("root", String(255)),
+    Column("lane", String(255)),
+    Column("name", String(255)),
+    # The work of a budget itself, where others with work are below it.
+    Column("own", Boolean),
+    # See core.shares.
+    Column("finish", BigInteger, nullable=False),
+    Column("rest", BigInteger, nullable=False),
+    Column("floor", BigInteger, nullable=False),
+    Column("served_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "lane", "name", "own", name="pk_budget_shares"),
+    # What was not served for long is forgotten.
+    Index("ix_budget_shares_served", "root", "lane", "served_us"),
+)
+
+# The lane that feeds a queue: one of a root.
+lane_queues = Table(
+    "budget_lane_queues",
+    metadata,
+    Column("root", String(255)),
+    Column("queue", String(255)),
+    Column("lane", String(255), nullable=False),
+    PrimaryKeyConstraint("root", "queue", name="pk_budget_lane_queues"),
+    Index("ix_budget_lane_queues_lane", "root", "lane"),
+)
+
+# How much a lane holds back, counted now and then by an admission where it is too much to be
+# counted each time.
+lane_tallies = Table(
+    "budget_lane_tallies",
+    metadata,
+    Column("root", String(255)),
+    Column("lane", String(255)),
+    Column("jobs", BigInteger, nullable=False),
+    Column("units", BigInteger, nullable=False),
+    Column("counted_us", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "lane", name="pk_budget_lane_tallies"),
 )
 
 extensions = Table(

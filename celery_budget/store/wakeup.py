@@ -148,9 +148,9 @@ class Watching:
 
 
 def _anything_due(connection: Connection, root: str) -> bool:
-    """Tell whether a message is due. Locks nothing, and keeps no writer waiting."""
+    """Tell whether a message is due, or held by a lane. Locks nothing, keeps no writer waiting."""
     due = sa.exists().where(
-        outbox.c.root == root, outbox.c.state == "due", outbox.c.due_us <= instant()
+        outbox.c.root == root, outbox.c.state.in_(("due", "held")), outbox.c.due_us <= instant()
     )
     return bool(connection.execute(sa.select(due)).scalar())
 

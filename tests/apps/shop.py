@@ -19,6 +19,8 @@ from celery_budget import CeleryBudget, budgeted, settlement, usage
 from celery_budget.integration.publisher import KombuPublisher
 
 TENANT = "tenant:{tenant}"
+#: What processes get the settings in.
+CONF = "SHOP_CONF"
 
 
 def make_app(conf: dict[str, Any]) -> Celery:
@@ -211,8 +213,8 @@ def break_once(app: Celery, name: str, marker: Path) -> None:
     setattr(app.backend, name, call)
 
 
-if "SHOP_CONF" in os.environ:
-    _conf = json.loads(os.environ["SHOP_CONF"])
+if CONF in os.environ:
+    _conf = json.loads(os.environ[CONF])
     if "shop_die_after" in _conf:
         die_once_after(_conf["shop_die_after"], Path(_conf["shop_journal"] + ".died"))
     if "shop_wait_after" in _conf:

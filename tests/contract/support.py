@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import sqlalchemy as sa
 
-from celery_budget import admission, recovery, relay, settlement, telling, upkeep
+from celery_budget import admission, parking, recovery, relay, settlement, telling, upkeep
 from celery_budget.core.budgets import Balance, Limit
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
@@ -221,7 +221,7 @@ class Ledger:
 
     def sweep(self) -> Swept:
         over: list[str] = []
-        admitted = admission.admit_parked(self.store, self.settings)
+        admitted = parking.run_once(self.store, self.settings).admitted
         for one in self.store.read(untold.due, self.root, 100):
             telling.tell(self.store, self.root, lambda task_id, reason: over.append(task_id), one)
         return Swept(admitted, tuple(over))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_budget import admission, settlement
+from celery_budget import parking, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
     Again,
@@ -336,7 +336,7 @@ def test_a_cancel_beside_a_retry(racing: Ledger, late: bool) -> None:
         assert racing.balance() == (0, number + 1)
         assert racing.rows("outbox") == []
         assert "cancelled" in told(racing, request)
-    assert admission.admit_parked(racing.store, racing.settings) == 0
+    assert parking.run_once(racing.store, racing.settings).admitted == 0
 
 
 def test_a_cancel_beside_a_claim(racing: Ledger) -> None:

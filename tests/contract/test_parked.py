@@ -84,22 +84,23 @@ def test_parked_work_is_admitted_when_it_fits(funded: Ledger, how: str) -> None:
     funded.run(request)
 
 
-def test_what_was_looked_at_longest_ago_comes_first(funded: Ledger) -> None:
+def test_what_was_parked_first_comes_first(funded: Ledger) -> None:
     funded.set("b", 0)
     big, small = park(funded, 90), park(funded, 20)
-    for number, request in enumerate((small, big)):
-        funded.put("parked", {"checked_us": number + 1}, task_id=request.task_id)
     funded.set("b", 100)
     assert funded.sweep().admitted == 1
-    assert funded.state(small) == "reserved"
-    assert [row.checked_us > 2 for row in funded.rows("parked")] == [True]
+    assert funded.state(big) == "reserved"
+    assert [row.task_id for row in funded.rows("parked")] == [small.task_id]
 
 
-@pytest.mark.parametrize("clock", ["deadline_us", "expires_us"])
+@pytest.mark.parametrize("clock", ["deadline", "expires"])
 def test_parked_work_is_given_up_when_its_time_is_over(funded: Ledger, clock: str) -> None:
     funded.set("b", 5)
-    request = park(funded)
-    funded.put("parked", {clock: 1})
+    request = funded.request(10)
+    message = {"expires_us": 1} if clock == "expires" else {}
+    assert isinstance(funded.admit(request, continuation=True, **message), Parked)
+    if clock == "deadline":
+        funded.put("parked", {"deadline_us": 1})
     funded.set("b", 100)
     swept = funded.sweep()
     assert (swept.admitted, swept.over) == (0, (request.task_id,))
@@ -117,8 +118,7 @@ def test_a_parked_retry_is_given_up_at_what_it_used(funded: Ledger) -> None:
     funded.retry(request, attempt)
     funded.put("parked", {"deadline_us": 1})
     assert funded.sweep().over == (), "its attempt still runs"
-    [row] = funded.rows("parked")
-    assert row.checked_us > 0, "others come first meanwhile"
+    assert len(funded.rows("parked")) == 1
     attempt.end(RETRIED)
     assert funded.sweep().over == (request.task_id,)
     row = funded.row(request)
@@ -126,17 +126,14 @@ def test_a_parked_retry_is_given_up_at_what_it_used(funded: Ledger) -> None:
     assert funded.balance() == (0, 50)
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_a_parked_retry_of_a_request_that_has_ended_goes(funded: Ledger, over: bool) -> None:
+def test_a_parked_retry_goes_with_its_request(funded: Ledger) -> None:
     request, attempt = funded.start(60, late_ack=False)
     attempt.record(50)
     funded.retry(request, attempt)
     funded.lapse(request)
     assert funded.recover().lost == 1
-    if over:
-        funded.put("parked", {"deadline_us": 1})
-    assert funded.sweep() == Swept(0 if over else 1, ()), "it was told that it is lost"
     assert funded.rows("parked") == []
+    assert funded.sweep() == Swept(0, ())
     assert funded.balance() == (0, 60)
 
 
@@ -144,7 +141,10 @@ def test_work_whose_id_is_taken_meanwhile_waits_until_it_is_over(funded: Ledger)
     funded.set("b", 5)
     request = park(funded)
     funded.set("b", 100)
-    other = funded.reserve(10, task_id=request.task_id, fingerprint="1:other")
+    other = funded.request(10, task_id=request.task_id, fingerprint="1:other")
+    with pytest.raises(RequestConflict):
+        funded.admit(other)
+    assert funded.admit(other, continuation=True) == Reserved(other.reservation_id)
     assert funded.sweep() == Swept(0, ())
     funded.put("parked", {"deadline_us": 1})
     assert funded.sweep() == Swept(0, ()), "the task's result is that of the other"
@@ -156,8 +156,9 @@ def test_work_that_was_admitted_meanwhile_is_not_admitted_twice(funded: Ledger) 
     funded.set("b", 5)
     request = park(funded)
     funded.set("b", 100)
-    funded.admit(replace(request, reservation_id=new_id()))
-    funded.sweep()
+    admitted = replace(request, reservation_id=new_id())
+    assert isinstance(funded.admit(admitted, continuation=True), Reserved)
+    assert funded.sweep() == Swept(1, ())
     assert funded.rows("parked") == []
     assert funded.balance() == (10, 0)
 
@@ -187,5 +188,7 @@ def test_one_that_fails_does_not_hold_up_the_others(funded: Ledger) -> None:
     assert funded.sweep() == Swept(1, ())
     assert funded.state(second) == "reserved"
     funded.put("budgets", {"timezone": "UTC"}, name="stuck")
+    assert funded.sweep() == Swept(0, ()), "it is left alone for a while"
+    funded.put("parked", {"checked_us": 0})
     assert funded.sweep() == Swept(1, ())
     assert funded.state(first) == "reserved"

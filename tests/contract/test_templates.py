@@ -24,7 +24,7 @@ from tests.contract.support import Ledger, admit_many, message_of
 def tenants(ledger: Ledger) -> Ledger:
     """Tenants below ``org``, users below tenants; neither is there yet."""
     ledger.set("org", 1000)
-    ledger.set("tenant:*", 100, parent="org", period="day", soft_stop=500_000)
+    ledger.set("tenant:*", 100, parent="org", period="day", soft_stop=500_000, weight=3)
     ledger.set("tenant:*/user:*", Share.parse("10%", "limit"), parent="tenant:*")
     return ledger
 
@@ -47,6 +47,7 @@ def test_an_unseen_budget_is_made_with_all_above_it(tenants: Ledger) -> None:
         "tenant:*",
     )
     assert (tenant.soft_stop, tenant.hard_stop, tenant.unit) == (500_000, 1_000_000, "tokens")
+    assert tenant.weight == 3
     assert (user.limit_share, user.parent, user.period, user.template) == (
         100_000,
         "tenant:acme",

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-from celery_budget import admission, recovery, settlement, telling
+from celery_budget import parking, recovery, settlement, telling
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Parked, Reserved, ReserveRequest
 from celery_budget.errors import RequestEnding
@@ -76,7 +76,7 @@ def give_up(ledger: Ledger) -> tuple[ReserveRequest, str]:
     request = ledger.request(1000)
     assert isinstance(ledger.admit(request, continuation=True), Parked)
     ledger.put("parked", {"deadline_us": PAST})
-    admission.admit_parked(ledger.store, ledger.settings)
+    parking.run_once(ledger.store, ledger.settings)
     return request, "park_expired"
 
 
@@ -86,7 +86,7 @@ def give_up_a_retry(ledger: Ledger) -> tuple[ReserveRequest, str]:
     ledger.retry(request, attempt)
     attempt.end(replace(RETURNED, kind="retried", payload=None))
     ledger.put("parked", {"deadline_us": PAST})
-    admission.admit_parked(ledger.store, ledger.settings)
+    parking.run_once(ledger.store, ledger.settings)
     return request, "park_expired"
 
 
@@ -233,11 +233,11 @@ def test_what_is_admitted_while_it_is_given_up_gets_no_result(
     request = funded.request(1)
     assert isinstance(funded.admit(request, continuation=True), Parked)
     funded.put("parked", {"deadline_us": PAST})
-    seen = funded.store.read(parked.waiting, funded.root, 1)
+    seen = funded.store.read(parked.over, funded.root, 1)
     funded.put("parked", {"deadline_us": 2**62})
     funded.set("b", 100)
     assert funded.sweep().admitted == 1
-    monkeypatch.setattr(parked, "waiting", lambda *_: seen)
+    monkeypatch.setattr(parked, "over", lambda *_: seen)
     assert funded.sweep() == funded.sweep()
     assert funded.state(request) == "reserved"
     assert funded.rows("untold") == []

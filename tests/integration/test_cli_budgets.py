@@ -85,11 +85,14 @@ def test_set_takes_every_term_and_keeps_what_is_not_given(shop: Shop, run: Run) 
     assert (before.limit, before.unit, before.parent) == (Share(100_000), "tokens", "org")
     assert (before.period.timezone, before.period.anchor_day) == ("Europe/Berlin", 31)
     assert (before.soft_stop, before.hard_stop) == (800_000, 950_000)
+    assert "weight" not in done.facts
+    done = run(shop.app, "set", "org/acme", "--weight", "0")
+    assert done.facts["weight"].strip() == "0, goes last"
     done = run(shop.app, "set", "org/acme", "--soft-stop", "0.5", "--json")
     assert done.json["declared"] == {
         "name": "org/acme", "unit": "tokens", "limit": "10%", "parent": "org", "period": "month",
         "timezone": "Europe/Berlin", "anchor_day": 31, "soft_stop": 0.5, "hard_stop": 0.95,
-        "stripes": 1,
+        "stripes": 1, "weight": 0,
     }  # fmt: skip
     assert run(shop.app, "set", "org/acme", "--limit", "7", "--parent", "none").code == 0
     assert declared(shop, "org/acme").parent is None

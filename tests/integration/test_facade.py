@@ -63,6 +63,8 @@ def test_set_returns_the_budget_and_keeps_what_is_not_given(shop: Shop) -> None:
     assert budget.set("org/a", soft_stop="0.25").soft_stop == 250_000
     assert budget.set("org/a", limit=Share(1), parent="org").limit == Share(1)
     assert budget.set("t:*", limit=5, unit="usd", parent="org").name == "t:*"
+    assert budget.set("org/a", weight=0).weight == 0
+    assert budget.set("org/a", limit=5).weight == 0
 
 
 BAD: list[tuple[dict[str, Any], type[BudgetError]]] = [
@@ -71,6 +73,10 @@ BAD: list[tuple[dict[str, Any], type[BudgetError]]] = [
     ({"limit": True}, InvalidAmount),
     ({"limit": BIG + 1}, InvalidAmount),
     ({"soft_stop": 80}, InvalidBudget),
+    ({"weight": -1}, InvalidBudget),
+    ({"weight": 1_000_001}, InvalidBudget),
+    ({"weight": 1.0}, InvalidBudget),
+    ({"weight": True}, InvalidBudget),
     ({"soft_stop": True}, InvalidBudget),
     ({"hard_stop": "x"}, InvalidBudget),
     ({"period": "year"}, InvalidPeriod),

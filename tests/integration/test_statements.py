@@ -92,7 +92,7 @@ BASELINE = {
     "sqlite": {
         "reserve": Cost(8, 1),
         "reserve from two budgets": Cost(10, 1),
-        "refuse": Cost(5, 1),
+        "refuse": Cost(6, 1),
         "repeat": Cost(2, 1),
         "unknown budget": Cost(5, 1),
         "continue": Cost(7, 1),

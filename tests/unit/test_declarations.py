@@ -61,6 +61,7 @@ def test_all_keys_of_a_table_are_read() -> None:
         soft_stop = 0.8
         hard_stop = 0.95
         stripes = 1
+        weight = 3
     """
     assert read(text) == (
         Budget("org", "tokens"),
@@ -73,6 +74,7 @@ def test_all_keys_of_a_table_are_read() -> None:
             800_000,
             950_000,
             1,
+            3,
         ),
     )
 
@@ -215,7 +217,8 @@ def test_what_the_interpreter_cannot_read_is_refused(value: str) -> None:
 
 
 KEYS = (
-    "name, unit, limit, parent, root, period, timezone, anchor_day, soft_stop, hard_stop, stripes"
+    "name, unit, limit, parent, root, period, timezone, anchor_day, soft_stop, hard_stop, "
+    "stripes, weight"
 )
 LIMIT = 'give an integer, a share of the parent\'s such as "10%", or "none"'
 
@@ -244,6 +247,7 @@ LIMIT = 'give an integer, a share of the parent\'s such as "10%", or "none"'
         ("soft_stop", "'0.8'", "soft_stop is '0.8' (str); give a ratio such as 0.8"),
         ("hard_stop", "true", "hard_stop is True (bool); give a ratio such as 0.8"),
         ("stripes", "'1'", "stripes is '1' (str); give an integer"),
+        ("weight", "0.5", "weight is 0.5 (float); give an integer"),
         # values, which are the budget's own to judge
         ("limit", "-1", "the limit of 'a' is -1; an amount is an integer from 0 to 2^63-1"),
         ("limit", str(2**63), f"the limit of 'a' is {2**63}; an amount is an integer from 0"),
@@ -261,6 +265,8 @@ LIMIT = 'give an integer, a share of the parent\'s such as "10%", or "none"'
         ("hard_stop", "0.1234567", "hard_stop is 0.1234567; give a ratio from 0 to 1"),
         ("hard_stop", "-1", "hard_stop is -1; give a ratio from 0 to 1"),
         ("stripes", "2", "the stripes of 'a' are 2"),
+        ("weight", "-1", "the weight of 'a' is -1; give an integer from 0 (goes last)"),
+        ("weight", "1_000_001", "the weight of 'a' is 1000001"),
     ],
 )  # fmt: skip
 def test_a_wrong_table_is_refused_by_number_and_name(key: str, value: str, said: str) -> None:

@@ -20,13 +20,22 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         ("t-1", 3, "max_attempts"), ["t-1", "after attempt 3: max_attempts=", "requeue t-1"],
     ),
     "BudgetExceeded": (
-        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90),
+        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90, 12.5),
         ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens",
          "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
+    ),
+    "ParkingFull": (
+        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "queued", 100, 5),
+        ["'tenant:acme'", "kept for a request that has waited", "budget_max_parked (5)",
+         "budget parked list"],
     ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
     "DeadlinePassed": (
         ("r-1", "2030-01-01T00:00:00+00:00"), ["r-1", "2030-01-01T00:00:00", "later deadline="],
+    ),
+    "EstimateOutOfBounds": (
+        ("shop.draft", "draft:2", 7, None, 5),
+        ["shop.draft is 7", "draft:2 has at_most=5", "correct the estimator"],
     ),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),
@@ -39,9 +48,15 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     ),
     "UnknownPrice": (("m-1", "p"), ["'m-1'", "'p'", "provider=", "budget_prices"]),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
+    "NotParked": (("6f0c",), ["'6f0c'", "budget parked list", "budget explain 6f0c"]),
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),
     "NotRunning": (("effect()",), ["effect() is for a task", "none runs in this thread"]),
-    "OutboxFull": ((7, 5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
+    "OutboxFull": ((7, 5, 2.5), ["7 messages", "budget_max_outbox is 5", "relay --health"]),
+    "QueueFull": (
+        ("llm", "jobs", 7, 5, 4),
+        ["lane 'llm' is full", "5 jobs wait", "max_waiting_jobs is 4", "budget lane show llm"],
+    ),
+    "UnknownLane": (("llm",), ["'llm'", "budget lane list", "lane set llm --queue"]),
     "RequestEnding": (("t-1",), ["t-1", "is being stored", "try again"]),
     "RequestNotRun": (("t-1", "expired"), ["t-1", "expired", "budget explain t-1"]),
     "ResultGone": (("t-1",), ["t-1", "budget_result_seconds", "new request"]),
@@ -102,6 +117,7 @@ def test_an_exceeded_budget_shows_every_figure() -> None:
     assert vars(error) == {
         "budget": "tenant:acme", "unit": "tokens", "requested": 12, "available": 7,
         "limit": 100, "reserved": 60, "spent": 33, "reason": "held", "most": 90,
+        "retry_after": 12.5,
     }  # fmt: skip
 
 

@@ -155,6 +155,36 @@ def test_a_name_that_cannot_be_worked_out_is_told(budget: Any) -> None:
         evaluate(BudgetPolicy(budget, 1), "acme")
 
 
+@pytest.mark.parametrize(("fair_by", "tenant"), [(None, None), *NAMES])
+def test_whose_share_it_is_is_worked_out_alike(fair_by: Any, tenant: str | None) -> None:
+    found = evaluate(BudgetPolicy("b", 1, fair_by=fair_by), "acme")
+    assert (found.budget, found.tenant) == ("b", tenant)
+
+
+@pytest.mark.parametrize("fair_by", [fail, "{tenant.missing}", "{tenant[x]}", "{pages:%q}"])
+def test_a_share_that_cannot_be_worked_out_is_told(fair_by: Any) -> None:
+    with pytest.raises(PolicyError, match=r"fair_by= gives for shop\.draft cannot be worked out"):
+        evaluate(BudgetPolicy("b", 1, fair_by=fair_by), "acme")
+
+
+@pytest.mark.parametrize("name", ["", "e\u0301", "a\nb", "x" * 256, 7, None])
+def test_a_share_that_no_name_stands_for_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidName, match="what fair_by= gives"):
+        evaluate(BudgetPolicy("b", 1, fair_by=lambda: name), "acme")
+
+
+def test_a_share_names_arguments_of_the_task() -> None:
+    for fair_by, said in (
+        ("{team}", r"fair_by '\{team\}' of shop.draft names 'team'"),
+        ("{tenant", "no template"),
+        (lambda team: "b", "fair_by of shop.draft wants team"),
+    ):
+        with pytest.raises(PolicyError, match=said):
+            BudgetPolicy("b", 1, fair_by=fair_by).check("shop.draft", inspect.signature(draft))
+    with pytest.raises(PolicyError, match="fair_by= is 7"):
+        BudgetPolicy("b", 1, fair_by=7)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["", "e\u0301", "a\nb", "x" * 256, 7, None])
 def test_a_name_that_cannot_be_one_is_refused(name: Any) -> None:
     with pytest.raises(InvalidName):

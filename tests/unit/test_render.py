@@ -21,6 +21,7 @@ from celery_budget.reconcile import (
     Report,
     Standing,
     Story,
+    Suggestion,
     Template,
 )
 from celery_budget.render.budgets import (
@@ -32,12 +33,18 @@ from celery_budget.render.budgets import (
 )
 from celery_budget.render.documents import json_document
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import drift_table, relays_table, report_view, verdict
+from celery_budget.render.tables import (
+    drift_table,
+    relays_table,
+    report_view,
+    suggestions_table,
+    verdict,
+)
 from celery_budget.render.text import as_text, literal, moment, number
 
 BIG = 2**63 - 1
 ACME = Balance("acme", "tokens", 1_000_000, 250_000, 1234)
-DRIFT = Drift("draft", "tokens_of", "2", 3, 1000, 1000)
+DRIFT = Drift("draft", "tokens_of", "2", 3, 1000, 1000, ceiling=1.5)
 RELAY = RelaySeen("host-1", 4711, 0, 0, 1.25, True)
 SECOND = 1_000_000
 
@@ -100,7 +107,8 @@ def test_no_budgets_tells_how_to_create_one() -> None:
     ],
 )
 def test_drift_is_marked_where_it_is_far_off(estimated: int, actual: int, shown: list[str]) -> None:
-    *_, row = lines(drift_table([replace(DRIFT, estimated=estimated, actual=actual)]))
+    shows = lines(drift_table([replace(DRIFT, estimated=estimated, actual=actual)]))
+    [row] = [line for line in shows if line.split()[0] == "draft"]
     assert row.split() == [
         "draft",
         "tokens_of",
@@ -110,6 +118,28 @@ def test_drift_is_marked_where_it_is_far_off(estimated: int, actual: int, shown:
         number(actual),
         *shown,
     ]
+
+
+def test_above_its_ceiling_an_estimator_is_to_be_mended_before_a_limit() -> None:
+    far = replace(DRIFT, stage="my draft", actual=1801)
+    shadow = replace(far, version="3", shadow=True, ceiling=None)
+    *_, row, advice = lines(drift_table([DRIFT, far, shadow]))
+    assert row.split()[-1] == "shadow"
+    assert advice == (
+        "stage my draft used 1.80 times what estimator tokens_of (version 2) promised, above 1.5: "
+        "mend the estimator before you change a limit; see "
+        "'celery -A PROJ budget suggest --stage 'my draft''"
+    )
+    *_, advice = lines(drift_table([replace(DRIFT, estimated=0)]))
+    assert "did not promise at all: mend the estimator" in advice
+
+
+def test_suggestions_are_shown_with_how_many_they_are_of() -> None:
+    one = Suggestion("draft", "tokens", 1200, 0.95, 4000, 1500, BIG, 900)
+    *_, row, said = lines(suggestions_table([one]))
+    assert row.split() == ["draft", "tokens", "1,200", "4,000", "1,500", number(BIG), "75%"]
+    assert "what 0.95 of the last requests" in said
+    assert "Nothing has been measured yet" in lines(suggestions_table([]))[0]
 
 
 @pytest.mark.parametrize(

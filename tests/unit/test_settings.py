@@ -36,6 +36,7 @@ def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
     values: dict[str, Any] = {
         "str": "reject", "int": 7, "float": 7.5,
         "Mapping[str, str]": {"eu": "amqp://eu//"},
+        "Mapping[str, float]": {"*": 1.5, "draft": 1.2},
         "Mapping[str, Mapping[str, Decimal]]": {"m-1": {"input_mtok": Decimal("0.15")}},
     }  # fmt: skip
     wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
@@ -66,6 +67,11 @@ BAD: list[Any] = [
     ("root", "", "give text"),
     ("root", "a\nb", "control characters"),
     ("money_unit", "a\nb", "control characters"),
+    ("drift_ceilings", 1.5, "no mapping of stages"),
+    ("drift_ceilings", {"draft": 0}, "a number above 0"),
+    ("drift_ceilings", {"draft": True}, "a number above 0"),
+    ("drift_ceilings", {"draft": float("nan")}, "a number above 0"),
+    ("drift_ceilings", {7: 1.5}, "give a stage"),
     ("prices", "m-1", "no mapping of models"),
     ("prices", {"m-1": 0.15}, "input_mtok"),
     ("prices", {"m-1": {}}, "input_mtok"),

@@ -1,6 +1,8 @@
 -- Admission in one round trip. Mirrors celery_budget.store.batch, which serves SQLite and several
 -- requests at once; one contract suite holds both to the same behaviour.
 --
+-- With p_queues it is new: it finds itself where it is parked, and comes after what goes ahead.
+--
 -- Locks: the message's order key, the new reservation's key, then the balances in the order (budget,
 -- window, stripe).
 -- Two calls with one request key: the second waits for the first to commit, then finds it.
@@ -12,7 +14,8 @@ CREATE FUNCTION budget_reserve(
     p_unreserved boolean, p_finishing boolean, p_budgets text[], p_amounts bigint[], p_charges text[],
     p_outbox uuid, p_state text, p_again bigint, p_due bigint, p_expires bigint, p_queue text,
     p_body bytea, p_envelope text, p_rank integer, p_order_key text, p_broker text,
-    p_deadline bigint, p_within bigint, p_shadows text, p_tenant text, p_weight bigint, p_bound bigint, p_note boolean, p_who text, p_lock_ms text
+    p_deadline bigint, p_within bigint, p_shadows text, p_tenant text, p_weight bigint,
+    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
     requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint
@@ -23,8 +26,13 @@ DECLARE
     v_look record;
     v_locked record;
     v_existing record;
+    v_parked record;
+    v_ahead text;
+    v_seen boolean;
     v_inserted boolean := false;
     v_waiting bigint;
+    v_lane text;
+    v_full record;
     -- The earlier one; none of none. Said by time from now, it is by this clock.
     v_deadline bigint;
 BEGIN
@@ -34,33 +42,78 @@ BEGIN
         PERFORM pg_advisory_xact_lock(hashtextextended(p_root || chr(1) || p_order_key, 0));
         v_now := CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint);
     END IF;
+    SELECT q.lane INTO v_lane FROM budget_lane_queues q
+     WHERE q.root = p_root AND q.queue = p_queue;
     v_deadline := least(p_deadline, v_now + p_within);
     LOOP
         v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now);
+        IF v_look.verdict IS NULL AND p_queues AND NOT p_finishing THEN
+            SELECT p.budget
+              INTO v_ahead
+              FROM unnest(v_look.d_budgets) WITH ORDINALITY AS d (budget, line)
+              JOIN budget_parked p
+                ON p.root = p_root AND p.budget = d.budget AND p.ahead_us IS NOT NULL
+             WHERE p.ahead_us > v_now
+             ORDER BY d.line
+             LIMIT 1;
+            IF FOUND THEN
+                v_look.verdict := 'queued';
+                v_look.budget := v_ahead;
+                SELECT d.unit, d.amount, b.reserved, b.spent
+                  INTO v_look.unit, v_look.requested, v_look.reserved, v_look.spent
+                  FROM unnest(v_look.d_budgets, v_look.d_units, v_look.d_windows,
+                              v_look.d_amounts) AS d (budget, unit, window_us, amount)
+                  JOIN budget_balances b
+                    ON b.root = p_root AND b.budget = d.budget AND b.window_us = d.window_us
+                   AND b.stripe = 0
+                 WHERE d.budget = v_ahead;
+                v_look.limit_amount := coalesce(
+                    budget_limit(p_root, v_ahead, v_now), 9223372036854775807);
+                SELECT div(v_look.limit_amount::numeric * b.soft_stop, 1000000)
+                  INTO v_look.most
+                  FROM budget_budgets b
+                 WHERE b.root = p_root AND b.name = v_ahead;
+            END IF;
+        END IF;
         -- Looked for after that: who filled the budget with this very request has committed.
         SELECT r.reservation_id, r.task_id, r.fingerprint
           INTO v_existing
           FROM budget_reservations r
          WHERE r.root = p_root AND r.owner = p_owner AND r.request_id = p_request
            AND r.nesting = p_nesting AND r.state <> 'released';
-        IF NOT FOUND AND v_look.verdict IS NOT NULL THEN
+        v_seen := FOUND;
+        IF NOT v_seen AND p_queues THEN
+            SELECT p.parked_id, p.task_id, p.request
+              INTO v_parked
+              FROM budget_parked p
+             WHERE p.root = p_root AND p.owner = p_owner AND p.task_id = p_task_id
+               AND p.nesting = p_nesting AND p.reservation_id IS NULL
+             LIMIT 1;
+            IF FOUND THEN
+                RETURN QUERY SELECT 'parked', v_parked.parked_id, v_parked.task_id,
+                    v_parked.request::json ->> 'fingerprint', NULL::text, NULL::text, NULL::bigint,
+                    NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint;
+                RETURN;
+            END IF;
+        END IF;
+        IF NOT v_seen AND v_look.verdict IS NOT NULL THEN
             -- A repeat of this very call finds even what has been released since.
             SELECT r.reservation_id, r.task_id, r.fingerprint
               INTO v_existing
               FROM budget_reservations r
              WHERE r.root = p_root AND r.reservation_id = p_reservation;
-        ELSIF NOT FOUND THEN
+        ELSIF NOT v_seen THEN
             INSERT INTO budget_reservations (
                 root, reservation_id, owner, request_id, nesting, task_id, task_name, stage,
                 fingerprint, opaque, estimator, estimator_version, prices, parent_id, state,
                 retries, attempts, deliveries, unreserved, unmetered, over, created_us, charges_start,
-                deadline_us, shadows)
+                deadline_us, shadows, lane)
             VALUES (
                 p_root, p_reservation, p_owner, p_request, p_nesting, p_task_id, p_task_name,
                 p_stage, p_fingerprint, p_opaque, p_estimator, p_version, p_prices, p_parent,
                 CASE p_state WHEN 'published' THEN 'published' ELSE 'reserved' END,
                 p_retries, 0, 0, p_unreserved, false, false, v_now, 'start' = ANY (p_charges),
-                v_deadline, p_shadows)
+                v_deadline, p_shadows, v_lane)
             ON CONFLICT DO NOTHING;
             v_inserted := FOUND;
             IF NOT v_inserted THEN
@@ -88,6 +141,18 @@ BEGIN
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
                 RETURN QUERY SELECT CASE WHEN v_waiting IS NULL THEN 'uncounted' ELSE 'backlog' END,
                     NULL::uuid, NULL::text, NULL::text, NULL::text, NULL::text, v_waiting, p_bound,
+                    NULL::bigint, NULL::bigint, NULL::bigint;
+                RETURN;
+            END IF;
+        END IF;
+        -- What has a bound is new; what continues running work is held however much waits.
+        IF v_lane IS NOT NULL AND p_bound IS NOT NULL AND p_state = 'due' THEN
+            v_full := budget_lane_full(p_root, v_lane, p_weight, v_now);
+            IF v_full.reason IS NOT NULL THEN
+                DELETE FROM budget_reservations r
+                 WHERE r.root = p_root AND r.reservation_id = p_reservation;
+                RETURN QUERY SELECT 'lane', NULL::uuid, NULL::text, NULL::text, v_lane,
+                    v_full.reason, v_full.waiting, v_full.bound,
                     NULL::bigint, NULL::bigint, NULL::bigint;
                 RETURN;
             END IF;
@@ -155,14 +220,15 @@ BEGIN
     INSERT INTO budget_outbox (
         root, outbox_id, reservation_id, parent_id, task_id, task_name, retries, state, due_us,
         expires_us, publishes, failures, created_us, published_us, queue, body, envelope,
-        rank, order_key, broker, tenant, weight)
+        rank, order_key, broker, lane, tenant, weight)
     VALUES (
-        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries, p_state,
+        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries,
+        CASE WHEN p_state = 'due' AND v_lane IS NOT NULL THEN 'held' ELSE p_state END,
         CASE WHEN p_state = 'published' THEN v_now + p_again WHEN p_due = 0 THEN v_now ELSE p_due END,
         least(p_expires, v_deadline),
         CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
         CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope,
-        p_rank, p_order_key, p_broker, p_tenant, p_weight);
+        p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
     IF p_state = 'due' AND p_due <= v_now THEN
         PERFORM budget_wake(p_root);
     END IF;

@@ -1,0 +1,159 @@
+"""Lanes: dispatch channels, with limits on what may wait, be queued and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from celery_budget.core.amounts import check_amount, check_limit
+from celery_budget.core.budgets import check_text
+from celery_budget.errors import InvalidLane
+
+__all__ = ["AGEING", "LIMITS", "MAX_WAIT_US", "MOST_QUEUES", "TICK_US", "Lane", "Load"]
+
+#: How many queues one lane may feed.
+MOST_QUEUES = 100
+#: For how long work may be held back unless its lane says otherwise: a day.
+MAX_WAIT_US = 86_400_000_000
+#: By how many units what waits counts lighter for each second it has waited, unless its lane says.
+AGEING = 100
+
+#: How long a tick is: in each a lane releases one burst.
+TICK_US = 1_000_000
+
+#: The limits of a lane, in jobs or units; none for no limit.
+LIMITS = (
+    "max_queued_jobs",
+    "max_queued_units",
+    "max_running_jobs",
+    "max_running_units",
+    "burst_units",
+    "max_waiting_jobs",
+    "max_waiting_units",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much work there is: messages, and the units of the budget each of them named first."""
+
+    jobs: int = 0
+    units: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.jobs + other.jobs, self.units + other.units)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A dispatch channel. Limits are integers from 0; none is no limit, 0 lets nothing through.
+
+    :ivar queues: the queues it feeds: what is published to one of them goes through the lane. A
+        queue is fed by one lane of a root.
+    :ivar max_queued_jobs: how much may be released and not started.
+    :ivar max_running_jobs: how much may run. What is released may start at any time, so queued and
+        running together stay within it.
+    :ivar burst_units: how many units one tick of a second releases; what is heavier goes alone,
+        in a tick of its own.
+    :ivar max_waiting_jobs: how much may be held back before new work is refused.
+    :ivar max_wait_us: how long work may be held back once it is due, in microseconds; none for
+        ever.
+    :ivar paused: whether nothing is released until it is resumed.
+    :ivar preflight: whether nothing is released while its workers do not answer.
+    :ivar ageing: by how many units what waits counts lighter for each second it has waited.
+    :raises InvalidLane: for what is no lane.
+    :raises InvalidName, InvalidAmount: for a name or a number that is none.
+    """
+
+    name: str
+    queues: tuple[str, ...]
+    max_queued_jobs: int | None = None
+    max_queued_units: int | None = None
+    max_running_jobs: int | None = None
+    max_running_units: int | None = None
+    burst_units: int | None = None
+    max_waiting_jobs: int | None = None
+    max_waiting_units: int | None = None
+    max_wait_us: int | None = MAX_WAIT_US
+    paused: bool = False
+    preflight: bool = True
+    ageing: int = AGEING
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "a lane's name")
+        _check_queues(self.name, self.queues)
+        object.__setattr__(self, "queues", tuple(sorted(self.queues)))
+        for key in LIMITS:
+            check_limit(getattr(self, key), f"{key} of lane {self.name!r}")
+        check_limit(self.max_wait_us, f"max_wait of lane {self.name!r}, in microseconds")
+        check_amount(self.ageing, f"ageing of lane {self.name!r}")
+        for key in ("paused", "preflight"):
+            if type(getattr(self, key)) is not bool:
+                raise InvalidLane(
+                    f"{key} of lane {self.name!r} is {getattr(self, key)!r}; give True or False"
+                )
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What it was declared with, but for its name and whether it is paused."""
+        left_out = ("name", "paused")
+        return {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out
+        }
+
+    def too_heavy(self, weight: int) -> int | None:
+        """Return the limit that work of this weight could never keep to; none where it may run."""
+        return _exceeded(weight, self.max_queued_units, self.max_running_units)
+
+    def refusal(self, weight: int, waiting: Load) -> tuple[str, int, int] | None:
+        """Return why new work of this weight is turned away; none where it may wait here.
+
+        The reason (``heavy``, ``jobs`` or ``units``), what waits, and the limit.
+
+        :param waiting: what the lane holds back already.
+        """
+        most = _exceeded(
+            weight, self.max_queued_units, self.max_running_units, self.max_waiting_units
+        )
+        if most is not None:
+            return "heavy", 0, most
+        if self.max_waiting_jobs is not None and waiting.jobs >= self.max_waiting_jobs:
+            return "jobs", waiting.jobs, self.max_waiting_jobs
+        most = self.max_waiting_units
+        if most is not None and waiting.units + weight > most:
+            return "units", waiting.units, most
+        return None
+
+    def full(self, queued: Load, running: Load) -> str | None:
+        """Return what keeps it from releasing anything: ``running``, ``queued``; none for nothing.
+
+        :param queued: what was released and has not started.
+        """
+        both = queued + running
+        for used, jobs, units, name in (
+            (both, self.max_running_jobs, self.max_running_units, "running"),
+            (queued, self.max_queued_jobs, self.max_queued_units, "queued"),
+        ):
+            if (jobs is not None and used.jobs >= jobs) or (
+                units is not None and used.units >= max(units, 1)
+            ):
+                return name
+        return None
+
+
+def _exceeded(weight: int, *limits: int | None) -> int | None:
+    most = min((one for one in limits if one is not None), default=weight)
+    return most if weight > most else None
+
+
+def _check_queues(name: str, queues: Any) -> None:
+    if not isinstance(queues, tuple) or not all(isinstance(one, str) for one in queues):
+        raise InvalidLane(f"queues of lane {name!r} are {queues!r}; give a tuple of their names")
+    if not queues:
+        raise InvalidLane(f"lane {name!r} feeds no queue; name at least one (--queue)")
+    if len(queues) > MOST_QUEUES:
+        raise InvalidLane(f"lane {name!r} feeds {len(queues)} queues; {MOST_QUEUES} are the most")
+    if len(set(queues)) < len(queues):
+        raise InvalidLane(f"lane {name!r} names a queue twice: {', '.join(sorted(queues))}")
+    for queue in queues:
+        check_text(queue, f"a queue of lane {name!r}")

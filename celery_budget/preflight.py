@@ -1,0 +1,61 @@
+"""Preflight: whether a lane's workers answer, asked while it holds work, and kept in its row.
+
+Asked in a thread of its own: a broker that hangs holds up no relay. An answer counts for ten
+seconds; a lane whose workers did not answer, or were not asked for longer, is asleep.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from celery_budget.settings import Settings
+from celery_budget.store import Store, lanes
+from celery_budget.store.lanes import ToAsk
+
+__all__ = ["Preflight", "Workers"]
+
+logger = logging.getLogger(__name__)
+
+#: How often a lane is asked about.
+EVERY_US = 1_000_000
+
+
+class Workers(Protocol):
+    """What can be found out about who consumes a queue."""
+
+    def missing(self, broker: str, queues: tuple[str, ...], works: bool) -> str | None:
+        """Return why work for these queues would wait, in words; none where all have workers.
+
+        Answers within seconds, also where the broker does not.
+
+        :param broker: the broker's name.
+        :param works: whether some worker of theirs is known to live: it may be too busy to answer.
+        """
+
+
+class Preflight:
+    """Asks about the lanes of one root that hold work. Several processes share what they find."""
+
+    def __init__(self, store: Store, settings: Settings, workers: Workers) -> None:
+        self._store = store
+        self._root = settings.root
+        self._workers = workers
+
+    def run_once(self) -> int:
+        """Ask about each lane that is due to be asked about; return how many that were."""
+        names = self._store.read(lanes.asked, self._root, EVERY_US)
+        for name in names:
+            lane = self._store.read(lanes.take_to_ask, self._root, name)
+            if lane is not None:
+                self._ask(lane)
+        return len(names)
+
+    def _ask(self, asked: ToAsk) -> None:
+        name = asked.lane.name
+        reason: str | None = None
+        for broker in asked.brokers or ("",):
+            reason = reason or self._workers.missing(broker, asked.lane.queues, asked.works)
+        self._store.run(lanes.note_answer, self._root, name, reason is None, reason)
+        if reason is not None:
+            logger.info("lane %r releases nothing: %s", name, reason)

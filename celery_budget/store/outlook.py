@@ -1,0 +1,81 @@
+"""Whether a request would be admitted: looked at, with nothing locked and nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sqlalchemy.engine import Connection
+
+from celery_budget.core.budgets import Budget, Share
+from celery_budget.core.draws import OPEN, Level, decide
+from celery_budget.core.reservations import Backlogged, Line, Refused, Unknown
+from celery_budget.store import backlog, pace
+from celery_budget.store.declaring import MAX_DEPTH, templates_for
+from celery_budget.store.levels import levels_of
+
+__all__ = ["look"]
+
+
+def look(
+    connection: Connection, root: str, lines: Sequence[Line], finishing: bool, bound: int
+) -> Refused | Unknown | Backlogged | None:
+    """Return what would turn a request with ``lines`` away now; none where nothing would.
+
+    Decided as an admission is. Budgets that a template would make, and windows that it would open,
+    count as empty, and are not made.
+
+    :param finishing: as of :class:`~celery_budget.core.reservations.ReserveRequest`.
+    :param bound: how many messages may wait to be published.
+    :raises PolicyError: where one budget is drawn on by two rules.
+    """
+    found = _with_possible(connection, root, [line.budget for line in lines])
+    if isinstance(found, Unknown):
+        return found
+    decided = decide(lines, found, finishing)
+    if isinstance(decided, Refused):
+        return replace(
+            decided, pace=pace.paces(connection, root, {decided.budget}).get(decided.budget)
+        )
+    waiting = backlog.seen(connection, root, bound)
+    return Backlogged(waiting, bound) if waiting >= bound else None
+
+
+def _with_possible(
+    connection: Connection, root: str, names: Sequence[str]
+) -> dict[str, Level] | Unknown:
+    """Return the named budgets and all above them, with those that templates would make."""
+    known = levels_of(connection, root, names)
+    missing = [name for name in dict.fromkeys(names) if name not in known]
+    for _ in range(MAX_DEPTH + 1):
+        if not missing:
+            return known
+        made = templates_for(connection, root, missing)
+        for name in missing:
+            if name not in made:
+                return Unknown(name)
+            known[name] = _empty(made[name][1])
+        above = {known[name].parent for name in missing}
+        parents = [name for name in above if name is not None and name not in known]
+        known |= levels_of(connection, root, parents)
+        missing = sorted(name for name in parents if name not in known)
+    return Unknown(missing[0])
+
+
+def _empty(budget: Budget) -> Level:
+    """Return how a budget stands that a template has just made."""
+    share = budget.limit.parts if isinstance(budget.limit, Share) else None
+    return Level(
+        budget.name,
+        budget.unit,
+        budget.parent,
+        None if isinstance(budget.limit, Share) else budget.limit,
+        share,
+        0,
+        budget.soft_stop,
+        budget.hard_stop,
+        OPEN,
+        None,
+        0,
+        0,
+    )

@@ -1,0 +1,271 @@
+"""Who goes next through a lane, by the ledger: shares, and that large work has its turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from celery_budget.core.shares import LANE, Account, Key
+from celery_budget.store import dispatching, lanes, schema, shares
+from tests.contract.support import RETURNED, Ledger, admit_many, message_of
+
+SECOND = 1_000_000
+
+
+def lane(ledger: Ledger, **terms: Any) -> None:
+    given = {"queues": ("celery",), "preflight": False, **terms}
+    ledger.store.run(lanes.declare, ledger.root, "llm", given)
+
+
+def dispatch(ledger: Ledger) -> int:
+    return ledger.store.run(dispatching.dispatch, ledger.root, "llm")
+
+
+def reserve(ledger: Ledger, count: int, amount: int = 10, budget: str = "b", **changes: Any) -> Any:
+    """Admit so many requests together; their ids, in order."""
+    requests = [ledger.request(amount, budget=budget, **changes) for _ in range(count)]
+    admit_many(ledger.store, ledger.settings, [(one, message_of(one)) for one in requests])
+    return requests
+
+
+def served(ledger: Ledger) -> dict[str, int]:
+    """How many units of each tenant were released and are not done with."""
+    found: dict[str, int] = {}
+    for row in ledger.rows("outbox"):
+        if row.state in ("due", "published"):
+            found[row.tenant] = found.get(row.tenant, 0) + row.weight
+    return found
+
+
+def finish_all(ledger: Ledger, *requests: Any) -> None:
+    """Run and end what was released."""
+    for one in requests:
+        if (message := ledger.message(one)) is not None and message.state in ("due", "published"):
+            attempt = ledger.run(one)
+            assert attempt.end(RETURNED)
+            assert attempt.close()
+
+
+@pytest.fixture
+def shared(ledger: Ledger) -> Ledger:
+    """Three tenants, of which one weighs twice as much as each of the others."""
+    for name, weight in (("a", 2), ("b", 1), ("c", 1)):
+        ledger.set(name, None, weight=weight)
+    return ledger
+
+
+def test_tenants_share_a_lane_by_weight(shared: Ledger) -> None:
+    lane(shared, max_running_units=400)
+    for name in ("a", "b", "c"):
+        reserve(shared, 30, budget=name)
+    assert dispatch(shared) == 40
+    assert served(shared) == {"a": 200, "b": 100, "c": 100}
+    accounts = shared.store.read(shares.read, shared.root, "llm", ["a", "b", "c"]).accounts
+    assert accounts == {
+        LANE: Account(0, 0, 100),
+        **{Key(name): Account(100) for name in ("a", "b", "c")},
+    }
+
+
+def test_shares_last_from_one_dispatch_to_the_next(shared: Ledger) -> None:
+    lane(shared, max_running_jobs=1)
+    requests = [*reserve(shared, 30, 10, "b"), *reserve(shared, 3, 100, "c")]
+    turns = []
+    for _ in range(22):
+        assert dispatch(shared) == 1
+        turns += list(served(shared))
+        finish_all(shared, *requests)
+    # Ten of b's for one of c's.
+    assert turns.count("b") == 20
+    assert turns.count("c") == 2
+
+
+def test_who_comes_back_has_no_credit(shared: Ledger) -> None:
+    lane(shared, max_running_units=100)
+    requests = reserve(shared, 50, 10, "b")
+    for _ in range(3):
+        dispatch(shared)
+        finish_all(shared, *requests)
+    reserve(shared, 50, 10, "c")
+    dispatch(shared)
+    assert served(shared) == {"b": 50, "c": 50}
+
+
+def test_siblings_share_what_is_their_parents(ledger: Ledger) -> None:
+    ledger.set("org", None)
+    ledger.set("other", None)
+    for name in ("org/1", "org/2"):
+        ledger.set(name, None, parent="org")
+    lane(ledger, max_running_units=80)
+    for name in ("org", "org/1", "org/2", "other"):
+        reserve(ledger, 20, 10, name)
+    dispatch(ledger)
+    found = served(ledger)
+    assert found["other"] == 40
+    assert sorted(found.values()) == [10, 10, 20, 40]
+    assert {row.name for row in ledger.rows("shares")} == {"", *found}
+    assert [row.name for row in ledger.rows("shares") if row.own] == ["org"]
+
+
+def test_weight_nothing_goes_last(shared: Ledger) -> None:
+    shared.set("b", None, weight=0)
+    lane(shared, max_running_units=100)
+    reserve(shared, 5, 10, "b")
+    requests = reserve(shared, 15, 10, "c")
+    assert dispatch(shared) == 10
+    assert served(shared) == {"c": 100}
+    finish_all(shared, *requests)
+    dispatch(shared)
+    assert served(shared) == {"c": 50}
+    # It is its turn once nobody else has work.
+    dispatch(shared)
+    assert served(shared) == {"c": 50, "b": 50}
+
+
+def test_the_tenant_of_a_request_is_whose_share_it_counts_to(shared: Ledger) -> None:
+    lane(shared, max_running_units=100)
+    for tenant in ("x", "y"):
+        reserve(shared, 10, 10, "b", tenant=tenant)
+    dispatch(shared)
+    assert served(shared) == {"x": 50, "y": 50}
+
+
+def test_the_lightest_goes_first_and_what_has_waited_long_before_it(shared: Ledger) -> None:
+    lane(shared, max_running_jobs=1, ageing=10)
+    [heavy, light, light_too] = [shared.reserve(n, budget="b") for n in (50, 10, 10)]
+    assert dispatch(shared) == 1
+    assert shared.message(light).state == "due"
+    finish_all(shared, light)
+    # By now it counts ten units less than what came after it.
+    shared.put("outbox", {"due_us": shared.now() - 5 * SECOND}, reservation_id=heavy.reservation_id)
+    assert dispatch(shared) == 1
+    assert shared.message(heavy).state == "due"
+    assert shared.message(light_too).state == "held"
+
+
+def test_what_becomes_free_is_kept_for_what_has_aged(shared: Ledger) -> None:
+    lane(shared, max_running_units=100, ageing=10)
+    first, second = reserve(shared, 2, 45, "b")
+    assert dispatch(shared) == 2
+    heavy = shared.reserve(90, budget="b")
+    shared.put("outbox", {"due_us": shared.now() - 9 * SECOND}, reservation_id=heavy.reservation_id)
+    light = shared.reserve(1, budget="b")
+    assert dispatch(shared) == 0
+    finish_all(shared, first)
+    assert dispatch(shared) == 0
+    finish_all(shared, second)
+    assert dispatch(shared) == 2
+    assert [shared.message(one).state for one in (heavy, light)] == ["due", "due"]
+
+
+def test_among_many_tenants_each_has_its_turn(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatching, "MOST_TENANTS", 3)
+    ledger.set("b", None)
+    lane(ledger, max_running_jobs=1)
+    requests = [one for n in range(8) for one in reserve(ledger, 3, 10, tenant=f"t{n}")]
+    seen = []
+    for _ in range(24):
+        assert dispatch(ledger) == 1
+        seen += list(served(ledger))
+        finish_all(ledger, *requests)
+    assert sorted(seen) == sorted(f"t{n}" for n in range(8) for _ in range(3))
+    # Nobody is passed by twice before all have had their turn once.
+    assert set(seen[:13]) == {f"t{n}" for n in range(8)}
+
+
+def test_what_was_not_served_for_long_is_forgotten(shared: Ledger) -> None:
+    lane(shared)
+    reserve(shared, 1, 10, "a")
+    dispatch(shared)
+    shared.put("shares", {"served_us": 1}, name="a")
+    reserve(shared, 1, 10, "b")
+    dispatch(shared)
+    assert {row.name for row in shared.rows("shares")} == {"", "b"}
+
+
+@pytest.mark.postgres
+def test_a_dispatch_reads_no_more_of_a_large_backlog(ledger: Ledger) -> None:
+    """By index: the rows that it reads do not grow with what waits."""
+    if ledger.store.dialect != "postgresql":
+        pytest.skip("PostgreSQL tells what it reads")
+    ledger.set("b", None)
+    lane(ledger, max_running_units=100)
+    [request] = reserve(ledger, 1, 10)
+    reserve(ledger, 30, 10, tenant="other")
+    message = ledger.message(request)
+    columns = [column.name for column in schema.outbox.columns]
+    read = []
+    for total in (20_000, 40_000):
+        ledger.store.run(_multiply, message, columns, total)
+        plans = ledger.store.run(_explained, ledger.root)
+        nodes = [node for plan in plans for node in _nodes(plan)]
+        used = {node.get("Index Name") for node in nodes}
+        assert {"ix_budget_outbox_held", "ix_budget_outbox_light"} <= used
+        scanned = {node.get("Relation Name") for node in nodes if node["Node Type"] == "Seq Scan"}
+        assert "budget_outbox" not in scanned
+        read.append(sum(_rows_of(node) for node in nodes))
+    assert read[0] > 0
+    assert read[1] <= read[0] * 1.1
+
+
+def _multiply(connection: sa.Connection, message: Any, columns: list[str], total: int) -> None:
+    """Have as many messages like this one wait."""
+    new = {"outbox_id": "gen_random_uuid()", "reservation_id": "gen_random_uuid()"}
+    new |= {"weight": "10 + n % 90", "due_us": "one.due_us - n", "task_id": "CAST(n AS text)"}
+    one, table = schema.outbox.alias("one"), schema.outbox
+    number = sa.func.generate_series(1, total).table_valued("n").render_derived("numbers")
+    made = [sa.literal_column(new[name]) if name in new else one.c[name] for name in columns]
+    connection.execute(
+        table.insert().from_select(
+            columns,
+            sa.select(*made).select_from(one.join(number, one.c.outbox_id == message.outbox_id)),
+        )
+    )
+    connection.exec_driver_sql("ANALYZE budget_outbox")
+
+
+def _explained(connection: sa.Connection, root: str) -> list[Any]:
+    """Return how the looks at what waits are planned, and what they read."""
+    plans: list[Any] = []
+    busy = False
+
+    def explain(
+        conn: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: Any
+    ) -> None:
+        nonlocal busy
+        if busy or "budget_outbox" not in statement or not statement.startswith(("SELECT", "WITH")):
+            return
+        if "FOR UPDATE" in statement:
+            return
+        busy = True
+        found = connection.exec_driver_sql(
+            f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters
+        )
+        plans.append(found.scalar_one()[0]["Plan"])
+        busy = False
+
+    sa.event.listen(connection, "before_cursor_execute", explain)
+    try:
+        row = connection.execute(sa.select(schema.lanes).where(schema.lanes.c.root == root)).one()
+        dispatching._heads(connection, root, row)
+    finally:
+        sa.event.remove(connection, "before_cursor_execute", explain)
+    return plans
+
+
+def _nodes(plan: Any) -> list[Any]:
+    return [plan, *(node for below in plan.get("Plans", ()) for node in _nodes(below))]
+
+
+def _rows_of(node: Any) -> int:
+    """How many rows of the outbox a node has read, those that it left out included."""
+    if node.get("Relation Name") != "budget_outbox":
+        return 0
+    dropped = ("Rows Removed by Filter", "Rows Removed by Index Recheck")
+    return round(
+        (node["Actual Rows"] + sum(node.get(name, 0) for name in dropped)) * node["Actual Loops"]
+    )
