@@ -502,8 +502,8 @@ def revoke(
 
     What has expired by its deadline says so. Locks as that.
     """
-    row = lock(connection, root, reservation_id)
-    if row is not None and reason == EXPIRED:
+    row = lock(connection, root, reservation_id) if reason == EXPIRED else None
+    if row is not None:
         left = deadlines.left_us(connection, row)
         reason = DEADLINE if left is not None and left <= 0 else reason
     return release(connection, root, reservation_id, reason)
