@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.store.parked import request_of
 from celery_budget.store.schema import (
     attempts,
     exact_sum,
@@ -94,8 +95,14 @@ def find(connection: Connection, root: str, task_id: str, owner: str) -> Known |
         started_us=started_us,
         ended_us=None if last is None else last.ended_us,
         ended_for_us=None if last is None else last.ended_for_us,
-        deadline_us=None if last is None else last.deadline_us,
+        deadline_us=_deadline_us(last, waits),
     )
+
+
+def _deadline_us(last: sa.Row[Any] | None, waits: sa.Row[Any] | None) -> int | None:
+    if last is not None:
+        return None if last.deadline_us is None else int(last.deadline_us)
+    return None if waits is None else request_of(waits).deadline_us
 
 
 def last_of(connection: Connection, mine: sa.ColumnElement[bool]) -> sa.Row[Any] | None:

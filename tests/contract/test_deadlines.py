@@ -93,6 +93,7 @@ def test_a_claim_after_it_is_refused_and_ends_the_request(funded: Ledger) -> Non
     assert funded.balance() == (0, 0)
     assert funded.tell_all().told == 1
     assert funded.results.told == [(request.task_id, "deadline")]
+    assert settlement.leaves_chord(funded.store, funded.root, request.reservation_id)
     assert funded.deliver(request) == Closed("released"), "a copy changes nothing"
     assert funded.results.told == [(request.task_id, "deadline")]
 
