@@ -22,6 +22,7 @@ from celery_budget.store import (
     lapses,
     outbox,
     reservations,
+    reuse,
     silent,
     untold,
 )
@@ -104,6 +105,9 @@ def run_once(store: Store, settings: Settings, results: Results, suspicion: Susp
             break
     for _ in range(PRUNES):
         if store.run(effects.prune, settings.root, settings.effect_retention_us, LIMIT) < LIMIT:
+            break
+    for _ in range(PRUNES):
+        if store.run(reuse.prune, root, LIMIT) < LIMIT:
             break
     return Recovered(**steps)
 

@@ -77,7 +77,7 @@ class Settings:
     :ivar lookup_seconds: for how long a task is asked what became of a lost attempt, and for as
         long again its ``compensate`` is tried.
     :ivar outcome_bytes: up to this size a return value is kept until its attempt is closed, so
-        that a crash in between can be made good.
+        that a crash in between can be made good; and of a task with ``reuse=`` for its time.
     :ivar result_seconds: how long after its end ``budget.result`` gives what a job came to; the
         result backend has to keep it as long.
     :ivar spool: folder for what a worker could not tell the ledger before it had to stop; a

@@ -57,12 +57,12 @@ from celery_budget.store import (
     Stop,
     Store,
     attempts,
+    claims,
     continuations,
     effects,
     enlisted,
     in_place,
     lapses,
-    reservations,
     silent,
     usage,
 )
@@ -821,5 +821,5 @@ def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> b
 
     True also where the ledger does not know it.
     """
-    outcome = store.run(reservations.release, root, reservation_id, reason)
+    outcome = store.run(claims.revoke, root, reservation_id, reason)
     return isinstance(outcome, (Released, Missing))

@@ -18,6 +18,7 @@ from celery_budget.core.parking import Parking
 from celery_budget.core.prices import Cost, Pricing, Unpriced
 from celery_budget.core.reservations import CHARGES, USED, Line
 from celery_budget.core.retries import Retries
+from celery_budget.core.reuse import Reuse
 from celery_budget.errors import BudgetError, EstimateError, InvalidName, PolicyError
 
 __all__ = ["BudgetLine", "BudgetPolicy", "Evaluation", "joined"]
@@ -100,6 +101,7 @@ class BudgetPolicy:
     :ivar fair_by: whose share of a lane it counts to, as a name, a template or a callable; none for
         the budget's that is named first.
     :ivar deadline: when each call of it is to be over.
+    :ivar reuse: for how long its calls join one of the same work.
     :ivar parking: what becomes of its calls that do not fit.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
@@ -118,6 +120,7 @@ class BudgetPolicy:
     losses: Losses = field(default_factory=Losses)
     fair_by: str | ByArguments | None = None
     deadline: Deadline | None = None
+    reuse: Reuse | None = None
     shadows: Sequence[str | Estimator] = ()
     parking: Parking = field(default_factory=Parking)
     lines: tuple[BudgetLine, ...] = field(init=False)

@@ -21,7 +21,6 @@ from celery.exceptions import (
     TaskRevokedError,
 )
 from celery.utils.serialization import get_pickleable_exception
-from kombu import serialization
 from kombu.exceptions import EncodeError
 from kombu.utils.json import loads
 
@@ -55,6 +54,7 @@ from celery_budget.integration.context import (
 )
 from celery_budget.integration.effects import called
 from celery_budget.integration.outcomes import (
+    read_value,
     undisturbed,
     written_error,
     written_retry,
@@ -329,15 +329,14 @@ def _replay(task: Any, attempt: settlement.Attempt, stored: StoredOutcome) -> An
     """Give a stored outcome again, so that chain, chord and result go on."""
     if stored.payload is None:
         raise Ignore("the outcome was not kept")
+    if stored.kind == "returned":
+        return read_value(stored.payload)
     value = loads(stored.payload)
     if stored.kind == "refused":
         attempt.error = refused(task, *value)
         raise attempt.error
-    if stored.kind == "raised":
-        attempt.error = task.backend.exception_to_python(value)
-        raise attempt.error
-    content_type, content_encoding, body = value
-    return serialization.loads(body, content_type, content_encoding, accept={content_type})
+    attempt.error = task.backend.exception_to_python(value)
+    raise attempt.error
 
 
 def guarded(backend: Any) -> Any:

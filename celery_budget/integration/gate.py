@@ -54,6 +54,7 @@ from celery_budget.integration.context import (
 from celery_budget.integration.deadlines import UNTIL, deadline_of, passed_on
 from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
+from celery_budget.integration.reuse import request_id_of
 from celery_budget.integration.spooling import gives_back, stopping
 from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt
@@ -526,7 +527,7 @@ def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
 
 
 def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``app.send_task`` so that ``request_id=`` fixes the task id.
+    """Return ``app.send_task`` so that ``request_id=`` fixes the task id, and so does ``reuse=``.
 
     The id must be known before Celery makes its own, since the result it returns is built from
     that; everything else is Celery's. What is wrong with the request is for the gate to say: it
@@ -535,7 +536,12 @@ def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Call
 
     def send(name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         request_id = options.get("request_id")
-        if request_id is not None and options.get("task_id") is None:
+        if request_id is None and options.get("task_id") is None:
+            joins = request_id_of(budget, name, tuple(args or ()), kwargs or {})
+            if joins is not None:
+                owner, options["request_id"] = joins
+                options["task_id"] = task_id_of(owner, options["request_id"])
+        elif request_id is not None and options.get("task_id") is None:
             with suppress(BudgetError):
                 terms = terms_of(budget.app, name, tuple(args or ()), kwargs or {})
                 if terms is not None:

@@ -55,6 +55,10 @@ class GatedTask(Task):
         """Return what becomes of such a call's lost attempts."""
         return Losses()
 
+    def budget_reuses(self) -> bool:
+        """Tell whether others may join such a call, so that its result is to be kept."""
+        return False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         following = super().__call__
         # A task that calls itself finds the request that it runs by, and that has its attempt.

@@ -26,7 +26,7 @@ from celery_budget.errors import (
     RequestRuns,
     UnknownRequest,
 )
-from celery_budget.integration import canvas, eager_canvas, jobs
+from celery_budget.integration import canvas, eager_canvas, jobs, reuse
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
 from celery_budget.integration.capture import last_of_chord
@@ -163,7 +163,8 @@ class CeleryBudget(Ledger):
     def result(self, task_id: str, *, owner: str) -> Any:
         """Return what a job's task has returned, or raise what it has raised.
 
-        For ``budget_result_seconds`` from its end.
+        For ``budget_result_seconds`` from its end; of a task with ``reuse=`` for that time at the
+        least, from the ledger.
 
         :param owner: as for :meth:`job`.
         :raises UnknownRequest: as by :meth:`job`.
@@ -173,6 +174,19 @@ class CeleryBudget(Ledger):
         :raises Exception: what the task has raised; as the result backend does, where it fails.
         """
         return jobs.result(self, task_id, owner)
+
+    def forget(self, what: Any, args: Any = (), kwargs: Any = None, *, owner: str) -> bool:
+        """Have calls join a run no more: the next one runs again, under a new reservation.
+
+        What was kept of its result goes. One that is in flight goes on, for those who have its id.
+
+        :param what: the run's task id; or a task with ``reuse=``, whose call with ``args`` and
+            ``kwargs`` is meant.
+        :param owner: whose it is: the budget that it names first.
+        :return: false where none would be joined, or it is another owner's.
+        :raises PolicyError: for a task without ``reuse=``, and arguments that it cannot have.
+        """
+        return reuse.forget(self, what, tuple(args), kwargs or {}, owner)
 
     def would_admit(
         self,

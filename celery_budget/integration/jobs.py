@@ -18,7 +18,9 @@ from celery_budget.core import jobs
 from celery_budget.core.deadlines import moment
 from celery_budget.core.jobs import Job, job_state
 from celery_budget.errors import RequestNotRun, ResultGone, ResultNotReady, UnknownRequest
+from celery_budget.integration.outcomes import read_value
 from celery_budget.store import jobs as store_jobs
+from celery_budget.store import reuse
 from celery_budget.store.jobs import Known
 
 if TYPE_CHECKING:
@@ -86,6 +88,10 @@ def result(budget: CeleryBudget, task_id: str, owner: str) -> Any:
     )
     if state is not None and state not in jobs.ENDED:
         raise ResultNotReady(task_id, state)
+    if state == jobs.SUCCEEDED:
+        kept = budget.store.read(reuse.kept, budget.settings.root, task_id, owner)
+        if kept is not None:
+            return read_value(kept)
     if known.ended_for_us is not None and known.ended_for_us > budget.settings.result_us:
         raise ResultGone(task_id)
     if state in (jobs.CANCELLED, jobs.EXPIRED):

@@ -11,14 +11,22 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu import serialization
 from kombu.exceptions import EncodeError
 from kombu.utils.encoding import safe_repr
-from kombu.utils.json import dumps
+from kombu.utils.json import dumps, loads
 
 from celery_budget.core.retries import TRACEBACK
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["text_of", "traced", "undisturbed", "written_error", "written_retry", "written_value"]
+__all__ = [
+    "read_value",
+    "text_of",
+    "traced",
+    "undisturbed",
+    "written_error",
+    "written_retry",
+    "written_value",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +56,8 @@ def written_value(budget: CeleryBudget, task: Any, request: Any, value: Any) -> 
     :raises EncodeError: where Celery could not store the result either.
     """
     wanted = not task.ignore_result and request.ignore_result is not True
-    if not wanted and not (request.callbacks or request.chain or request.chord):
+    kept = wanted or task.budget_reuses()
+    if not kept and not (request.callbacks or request.chain or request.chord):
         return None
     serializer = budget.app.conf.result_serializer
     try:
@@ -58,6 +67,12 @@ def written_value(budget: CeleryBudget, task: Any, request: Any, value: Any) -> 
             raise
         return None
     return _capped(budget, task, dumps([content_type, content_encoding, body]))
+
+
+def read_value(written: str) -> Any:
+    """Return a return value that :func:`written_value` has written."""
+    content_type, content_encoding, body = loads(written)
+    return serialization.loads(body, content_type, content_encoding, accept={content_type})
 
 
 def written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | None:

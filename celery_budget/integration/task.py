@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, ClassVar
 
 from celery import Celery, Task
@@ -27,6 +27,7 @@ from celery_budget.core.parking import Parking
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
 from celery_budget.core.prices import Priced, Unpriced
 from celery_budget.core.retries import Retries
+from celery_budget.core.reuse import Reuse
 from celery_budget.core.terms import Terms
 from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
@@ -59,12 +60,12 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate``, ``fair_by``, ``deadline``, ``on_refused`` and ``park_for``, as class attributes
-    or as options of ``@app.task(base=BudgetedTask, …)``; they mean what they mean to
-    :func:`budgeted`. Its message is reserved before it is dispatched, its attempt is claimed before
-    its body runs, and what it used is settled before anything follows from it. A subclass with a
-    ``__call__`` or a ``retry`` of its own has to call this one. A task without ``budget`` and
-    ``estimate`` is an error when it is first used, and when a worker starts.
+    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``reuse`` and
+    ``version``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean
+    what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its attempt
+    is claimed before its body runs, and what it used is settled before anything follows from it. A
+    subclass with a ``__call__`` or a ``retry`` of its own has to call this one. A task without
+    ``budget`` and ``estimate`` is an error when it is first used, and when a worker starts.
     """
 
     abstract = True
@@ -103,6 +104,7 @@ class BudgetedTask(GatedTask):
             deadline=Deadline.given(getattr(cls, "deadline", None), cls.__name__),
             shadows=getattr(cls, "shadows", ()),
             parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
+            reuse=Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
     def budget_draws(self, args: Any, kwargs: Any) -> bool:
@@ -138,6 +140,9 @@ class BudgetedTask(GatedTask):
     def budget_losses(self, args: Any, kwargs: Any) -> Losses:
         return _policy(self).losses
 
+    def budget_reuses(self) -> bool:
+        return _policy(self).reuse is not None
+
     def _price(self, what: Unpriced) -> Priced:
         return metering.price(what, installed_on(self.app).settings.prices)
 
@@ -164,6 +169,8 @@ def budgeted(
     compensate: Callable[[LostAttempt], object] | None = None,
     fair_by: Drawn | None = None,
     deadline: float | datetime | None = None,
+    reuse: str | float | timedelta | None = None,
+    version: str | int = "1",
     on_refused: str | None = None,
     park_for: float | None = None,
     **task_options: Any,
@@ -208,6 +215,10 @@ def budgeted(
     :param deadline: when all of a request is to be over, its waiting, attempts and retries
         together: seconds from its call, or a datetime with a time zone. The call's own
         ``deadline=`` counts before it.
+    :param reuse: for how long after its end a run is joined by calls of the same owner with the
+        same arguments, as they join one in flight: ``"24h"``, seconds or a timedelta. One run, one
+        reservation, one task id; its result is kept in the ledger meanwhile.
+    :param version: of what the task does, for ``reuse``: calls of another one do not join.
     :param on_refused: ``"park"`` where a call that does not fit waits for budget instead of raising
         ``BudgetExceeded``; ``apply_async(on_refused=…)`` says otherwise for one call.
     :param park_for: for how many seconds at most; ``budget_park_seconds`` unless given.
@@ -228,6 +239,7 @@ def budgeted(
         deadline=Deadline.given(deadline, "a task"),
         shadows=shadows,
         parking=Parking(on_refused, park_for),
+        reuse=Reuse.given(reuse, version),
     )
 
     def decorate(target: Any) -> Any:

@@ -62,7 +62,7 @@ def _facts(told: Row) -> RenderableType:
     if "estimator" in told:
         known["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
     known["prices"] = told.get("prices")
-    if "reservation_id" in told and told["deadline_us"] is not None:
+    if "reservation_id" in told and told.get("deadline_us") is not None:
         known["deadline"] = moment(told["deadline_us"])
     known["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
     for parked in told.get("parked") or ([told] if told["state"] == "parked" else []):

@@ -35,7 +35,7 @@ from celery_budget.core.reservations import (
     StoredOutcome,
 )
 from celery_budget.core.retries import DEADLINE, Keep, Retries
-from celery_budget.store import deadlines, outbox, parked, plans, quarantine, untold, usage
+from celery_budget.store import deadlines, outbox, parked, plans, quarantine, reuse, untold, usage
 from celery_budget.store.continuations import (
     CANCELLED,
     again_request,
@@ -54,7 +54,7 @@ from celery_budget.store.reservations import (
     release,
     start,
 )
-from celery_budget.store.schema import attempts, now_us, reservations
+from celery_budget.store.schema import attempts, now_us, of_reservation, reservations
 
 __all__ = [
     "NOBODY",
@@ -82,13 +82,6 @@ NOBODY = uuid.UUID(int=0)
 
 #: The outcome of an attempt whose worker went away.
 UNCERTAIN = "uncertain"
-
-
-#: Joins attempts and their reservations.
-of_reservation = sa.and_(
-    attempts.c.root == reservations.c.root,
-    attempts.c.reservation_id == reservations.c.reservation_id,
-)
 
 
 @dataclass(frozen=True)
@@ -471,6 +464,8 @@ def end(
             goes_on=goes_on,
         )
         write_end(connection, root, reservation_id, attempt, outcome, is_open=True)
+        if outcome.kind == "returned" and outcome.payload is not None:
+            reuse.keep(connection, row, outcome.payload)
         if row.cancelled_us is not None and outcome.kind == "replaced":
             cancel(connection, root, row.task_id)
         return Ended("settled", kept=kept)

@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.messages import RANKS, WireMessage
-from celery_budget.core.reservations import CLAIMABLE
+from celery_budget.core.reservations import CLAIMABLE, Closed, Missing, Released, Running
+from celery_budget.core.retries import DEADLINE
 from celery_budget.store import deadlines, untold
 from celery_budget.store.outbox import delete, let_follow, message_of
 from celery_budget.store.reservations import lock, release
@@ -52,6 +53,7 @@ __all__ = [
     "predecessor",
     "recall",
     "reschedule",
+    "revoke",
 ]
 
 
@@ -491,6 +493,20 @@ def expire(connection: Connection, root: str, fence: uuid.UUID, due: Due) -> boo
     if due.message.task_name:
         untold.note(connection, root, due.message.task_id, reason, due.reservation_id)
     return True
+
+
+def revoke(
+    connection: Connection, root: str, reservation_id: uuid.UUID, reason: str
+) -> Released | Running | Closed | Missing:
+    """End a request that a worker has found revoked or expired; as :func:`release`.
+
+    What has expired by its deadline says so. Locks as that.
+    """
+    row = lock(connection, root, reservation_id) if reason == EXPIRED else None
+    if row is not None:
+        left = deadlines.left_us(connection, row)
+        reason = DEADLINE if left is not None and left <= 0 else reason
+    return release(connection, root, reservation_id, reason)
 
 
 def forget(connection: Connection, root: str, fence: uuid.UUID, outbox_id: uuid.UUID) -> None:

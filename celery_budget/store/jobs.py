@@ -12,11 +12,12 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.store.attempts import of_reservation
+from celery_budget.store.parked import request_of
 from celery_budget.store.schema import (
     attempts,
     exact_sum,
     now_us,
+    of_reservation,
     parked,
     quarantine,
     reservations,
@@ -24,7 +25,7 @@ from celery_budget.store.schema import (
     usage,
 )
 
-__all__ = ["Known", "find"]
+__all__ = ["Known", "find", "last_of"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def find(connection: Connection, root: str, task_id: str, owner: str) -> Known |
         return None
     # A request of another owner's that was given the same task id is none of its.
     mine = sa.and_(of_task, (reservations.c.owner == owner) | (reservations.c.nesting > 0))
-    last = _last(connection, mine)
+    last = last_of(connection, mine)
     used, started_us, ran = _used(connection, mine)
     return Known(
         task_id=task_id,
@@ -94,12 +95,21 @@ def find(connection: Connection, root: str, task_id: str, owner: str) -> Known |
         started_us=started_us,
         ended_us=None if last is None else last.ended_us,
         ended_for_us=None if last is None else last.ended_for_us,
-        deadline_us=None if last is None else last.deadline_us,
+        deadline_us=_deadline_us(last, waits),
     )
 
 
-def _last(connection: Connection, mine: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-    """Return the last of some reservations, with its last attempt and where it is noted."""
+def _deadline_us(last: sa.Row[Any] | None, waits: sa.Row[Any] | None) -> int | None:
+    if last is not None:
+        return None if last.deadline_us is None else int(last.deadline_us)
+    return None if waits is None else request_of(waits).deadline_us
+
+
+def last_of(connection: Connection, mine: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+    """Return the last of some reservations, with its last attempt and where it is noted.
+
+    Locks nothing.
+    """
 
     def noted_in(table: sa.Table) -> sa.ColumnElement[bool]:
         return sa.exists().where(

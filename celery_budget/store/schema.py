@@ -24,6 +24,7 @@ from sqlalchemy import (
     Table,
     Text,
     Uuid,
+    and_,
     false,
     select,
     text,
@@ -57,12 +58,14 @@ __all__ = [
     "lines",
     "metadata",
     "now_us",
+    "of_reservation",
     "outbox",
     "parked",
     "quarantine",
     "refusals",
     "relays",
     "reservations",
+    "reuse",
     "shares",
     "untold",
     "usage",
@@ -373,6 +376,12 @@ attempts = Table(
     ),
 )
 
+#: Joins attempts and their reservations.
+of_reservation = and_(
+    attempts.c.root == reservations.c.root,
+    attempts.c.reservation_id == reservations.c.reservation_id,
+)
+
 usage = Table(
     "budget_usage",
     metadata,
@@ -409,6 +418,27 @@ effects = Table(
     PrimaryKeyConstraint("root", "reservation_id", "key", name="pk_budget_effects"),
     # What is kept no longer is the oldest.
     Index("ix_budget_effects_created", "root", "created_us"),
+)
+
+# Which run the calls of one identity join, and what it has returned, for some time.
+reuse = Table(
+    "budget_reuse",
+    metadata,
+    Column("root", String(255)),
+    Column("owner", String(255)),
+    # A digest over the task, its arguments and its version.
+    Column("key", String(64)),
+    # The run that is joined now; the task id follows from it.
+    Column("request_id", Text, nullable=False),
+    Column("task_id", Text, nullable=False),
+    # For how long after its end, and until when that is at the least.
+    Column("kept_us", BigInteger, nullable=False),
+    Column("until_us", BigInteger, nullable=False),
+    # The encoded return value, once there is one that is not too large.
+    Column("payload", Text),
+    PrimaryKeyConstraint("root", "owner", "key", name="pk_budget_reuse"),
+    Index("ix_budget_reuse_task", "root", "task_id"),
+    Index("ix_budget_reuse_until", "root", "until_us"),
 )
 
 outbox = Table(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_budget import DeadlinePassed, admission
+from celery_budget import DeadlinePassed, admission, settlement
 from celery_budget.core.reservations import Closed, Parked, Reserved, StoredOutcome
 from celery_budget.core.retries import Retries
 from celery_budget.store import quarantine
@@ -93,8 +93,23 @@ def test_a_claim_after_it_is_refused_and_ends_the_request(funded: Ledger) -> Non
     assert funded.balance() == (0, 0)
     assert funded.tell_all().told == 1
     assert funded.results.told == [(request.task_id, "deadline")]
+    assert settlement.leaves_chord(funded.store, funded.root, request.reservation_id)
     assert funded.deliver(request) == Closed("released"), "a copy changes nothing"
     assert funded.results.told == [(request.task_id, "deadline")]
+
+
+@pytest.mark.parametrize(
+    ("past", "reason"), [(True, "deadline"), (False, "expired")], ids=["past", "before"]
+)
+def test_what_a_worker_finds_expired_says_by_what(funded: Ledger, past: bool, reason: str) -> None:
+    request = funded.reserve(10, within_us=MINUTE)
+    assert funded.relay().published == 1
+    if past:
+        over(funded, request)
+    revoked = (funded.store, funded.root, request.reservation_id, "expired")
+    assert settlement.revoke(*revoked)
+    assert settlement.revoke(*revoked), "a copy finds it so"
+    assert (funded.state(request), funded.row(request).reason) == ("released", reason)
 
 
 def test_a_claim_in_time_knows_how_long_it_has(funded: Ledger) -> None:

@@ -79,12 +79,13 @@ def test_how_a_run_ends(funded: Ledger, outcome: Outcome, expected: str) -> None
 
 
 def test_what_waits_for_budget_is_parked(funded: Ledger) -> None:
-    request = funded.request(101, finishing=True)
+    request = funded.request(101, finishing=True, deadline_us=2**60)
     assert isinstance(funded.admit(request, continuation=True), Parked)
     assert state(funded, request) == "parked"
     known = find(funded, request)
     assert known is not None
     assert (known.task_name, known.started_us, known.usage) == ("shop.draft", None, {})
+    assert known.deadline_us == 2**60
     funded.put("parked", {"deadline_us": 1})
     funded.sweep()
     assert state(funded, request) == "expired"

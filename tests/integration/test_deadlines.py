@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +129,21 @@ def test_what_follows_is_told_of_it(on_both: Shop) -> None:
     assert [one["options"][UNTIL] for one in embed["chain"]] == [until]
     assert [one["options"][UNTIL] for one in embed["callbacks"]] == [until]
     assert UNTIL not in embed["errbacks"][0]["options"]
+
+
+def test_a_chords_body_is_told_of_it(make_shop: Callable[..., Shop], tmp_path: Path) -> None:
+    """A task without a budget publishes it, by this result backend: it follows no attempt."""
+    (tmp_path / "results").mkdir()
+    shop = make_shop(result_backend=f"file://{tmp_path / 'results'}")
+    draft = task(shop)
+    before = time.time_ns() // 1000
+    chord([draft.s()], draft.s()).apply_async(deadline=60)
+    after = time.time_ns() // 1000
+    shop.make_due()
+    shop.relay()
+    [unlock] = [one for one in shop.received() if one.headers["task"] == "celery.chord_unlock"]
+    _, body = unlock.payload[0]
+    assert before + 60 * SECOND <= body["options"][UNTIL] <= after + 60 * SECOND
 
 
 def test_a_call_in_place_past_it_is_not_run(shop: Shop) -> None:

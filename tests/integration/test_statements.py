@@ -86,7 +86,7 @@ BASELINE = {
         "close": Cost(4, 1),
         "release": Cost(7, 1),
         # With its beat, and a look for messages, and one for effects, that are kept no longer.
-        "sweep": Cost(13, 8),
+        "sweep": Cost(16, 10),
         "balance": Cost(1, 1),
     },
     "sqlite": {
@@ -123,7 +123,7 @@ BASELINE = {
         "end": Cost(12, 1),
         "close": Cost(3, 1),
         "release": Cost(8, 1),
-        "sweep": Cost(10, 8),
+        "sweep": Cost(12, 10),
         "balance": Cost(1, 1),
     },
 }

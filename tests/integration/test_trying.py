@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -264,3 +265,29 @@ def test_a_job_that_fails_raises_what_it_raised(tenant: Tenant) -> None:
     assert budget.job(result.id, owner=tenant.budget).state == "quarantined"
     with pytest.raises(KeyError, match="nothing"):
         budget.result(result.id, owner=tenant.budget)
+
+
+def test_calls_of_the_same_work_are_one_run(tenant: Tenant) -> None:
+    """In flight, finished, and where the result backend has dropped the result."""
+    budget, name, reused = tenant.cluster.budget, f"reuse-{tenant.name}", task(tenant, "reused")
+    with ThreadPoolExecutor(4) as pool:
+        ids = {one.id for one in pool.map(lambda _: reused.delay(tenant.name, name), range(4))}
+    [task_id] = ids
+    eventually(lambda: f"reused {name}" in tenant.cluster.journal())
+    assert reused.delay(tenant.name, name).id == task_id
+    tenant.cluster.release(name)
+    tenant.story(task_id)
+    assert reused.delay(tenant.name, name).get(timeout=WAIT) == [name]
+    tenant.spent(2)
+    tenant.cluster.app.AsyncResult(task_id).forget()
+    assert budget.result(task_id, owner=tenant.budget) == [name], "from the ledger"
+    with pytest.raises(UnknownRequest):
+        budget.result(task_id, owner="tenant:other")
+
+    assert not budget.forget(reused, (tenant.name, name), owner="tenant:other")
+    assert budget.forget(reused, (tenant.name, name), owner=tenant.budget)
+    again = reused.delay(tenant.name, name)
+    assert again.id != task_id
+    assert again.get(timeout=WAIT) == [name]
+    tenant.spent(4)
+    assert tenant.cluster.journal().count(f"reused {name}") == 2

@@ -425,6 +425,14 @@ def test_a_story_tells_that_it_was_cancelled_while_it_ran() -> None:
     assert lines(stories_view([story]))[1].split() == ["state", "settled:", "cancelled"]
 
 
+def test_a_story_tells_its_deadline() -> None:
+    told = [line.split() for line in lines(stories_view([a_story()]))]
+    assert not any(line[:1] == ["deadline"] for line in told)
+    bound = a_story(reservation={"deadline_us": 9 * SECOND})
+    told = [line.split() for line in lines(stories_view([bound]))]
+    assert ["deadline", "1970-01-01T00:00:09.000000Z"] in told
+
+
 def test_a_story_tells_open_attempts_and_late_usage() -> None:
     attempt = a_story().attempts[0]
     running = {**attempt, "ended_us": None, "lease_until_us": 9 * SECOND}

@@ -45,6 +45,20 @@ def upgrade() -> None:
     op.add_column(
         "budget_outbox", sa.Column("weight", sa.BigInteger, nullable=False, server_default="0")
     )
+    op.create_table(
+        "budget_reuse",
+        sa.Column("root", sa.String(255)),
+        sa.Column("owner", sa.String(255)),
+        sa.Column("key", sa.String(64)),
+        sa.Column("request_id", sa.Text, nullable=False),
+        sa.Column("task_id", sa.Text, nullable=False),
+        sa.Column("kept_us", sa.BigInteger, nullable=False),
+        sa.Column("until_us", sa.BigInteger, nullable=False),
+        sa.Column("payload", sa.Text),
+        sa.PrimaryKeyConstraint("root", "owner", "key", name="pk_budget_reuse"),
+    )
+    op.create_index("ix_budget_reuse_task", "budget_reuse", ["root", "task_id"])
+    op.create_index("ix_budget_reuse_until", "budget_reuse", ["root", "until_us"])
     op.add_column(
         "budget_budgets", sa.Column("weight", sa.Integer, nullable=False, server_default="1")
     )
@@ -169,6 +183,7 @@ def downgrade() -> None:
             op.execute(f"DROP FUNCTION budget_{function}")
         _run("backlog_3.sql")
         _run("reserve_4.sql")
+    op.drop_table("budget_reuse")
     for name in ("ahead", *PARKED):
         op.drop_index(f"ix_budget_parked_{name}", "budget_parked")
     op.create_index("ix_budget_parked_checked", "budget_parked", ["root", "checked_us"])
