@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -104,10 +104,13 @@ def dispatch(connection: Connection, root: str, name: str) -> int:
         for one in heads
         if one.outbox_id not in passed
     ]
-    standing = shares.read(connection, root, name, {one.tenant for one in waiting})
+    back = shares.take_back(connection, root, name)
+    standing = shares.read(connection, root, name, {*back, *(one.tenant for one in waiting)})
+    corrected = standing.corrected(back)
+    standing = replace(standing, accounts={**standing.accounts, **corrected})
     decision = choose(Snapshot(lane, queued, running, waiting, standing))
     released = _release(connection, root, [*(one.outbox_id for one in started), *decision.release])
-    shares.write(connection, root, name, decision.accounts)
+    shares.write(connection, root, name, {**corrected, **decision.accounts})
     if decision.release and lane.burst_units is not None:
         connection.execute(
             lanes.update()

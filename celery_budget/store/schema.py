@@ -63,6 +63,7 @@ __all__ = [
     "refusals",
     "relays",
     "reservations",
+    "share_returns",
     "shares",
     "untold",
     "usage",
@@ -697,6 +698,21 @@ shares = Table(
     PrimaryKeyConstraint("root", "lane", "name", "own", name="pk_budget_shares"),
     # What was not served for long is forgotten.
     Index("ix_budget_shares_served", "root", "lane", "served_us"),
+)
+
+# What ended requests did not use of what was counted to their tenants, until a dispatch corrects
+# it.
+share_returns = Table(
+    "budget_share_returns",
+    metadata,
+    Column("root", String(255)),
+    Column("lane", String(255)),
+    # The message that was counted.
+    Column("outbox_id", Uuid),
+    Column("tenant", String(255), nullable=False),
+    # Negative where more was used.
+    Column("units", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "lane", "outbox_id", name="pk_budget_share_returns"),
 )
 
 # The lane that feeds a queue: one of a root.
