@@ -158,13 +158,13 @@ budgets = Table(
     Column("anchor_day", SmallInteger, nullable=False, server_default="1"),
     Column("soft_stop", Integer, nullable=False, server_default="1000000"),
     Column("hard_stop", Integer, nullable=False, server_default="1000000"),
-    # Its share of a lane, beside that of others; 0 goes last.
-    Column("weight", Integer, nullable=False, server_default="1"),
     Column("stripes", SmallInteger, nullable=False, server_default="1"),
     # open; draining: takes nothing new and is closed when nothing is held; closed.
     Column("state", String(16), nullable=False, server_default="open"),
     # The template it was made from.
     Column("template", String(255)),
+    # Its share of a lane, beside that of others; 0 goes last.
+    Column("weight", Integer, nullable=False, server_default="1"),
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
     Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
