@@ -132,14 +132,7 @@ def choose(snapshot: Snapshot) -> Decision:
     ``burst_units`` goes alone, in a tick that releases nothing else. What could never keep to the
     limits, since they were lowered, is passed by: it holds nobody back.
     """
-    lane = snapshot.lane
-    queues: dict[str, list[Waiting]] = {}
-    for job in snapshot.waiting:
-        if lane.too_heavy(job.weight) is None and _may_go(snapshot, job):
-            queues.setdefault(job.tenant, []).append(job)
-    for queue in queues.values():
-        queue.sort(key=lambda job: (job.counts(lane.ageing), -job.waited_us, job.outbox_id))
-        queue.reverse()
+    lane, queues = snapshot.lane, _queues(snapshot)
     waits = {tenant: max(one.waited_us for one in queue) for tenant, queue in queues.items()}
     order, room = Order(snapshot.shares, waits), _Room(snapshot)
     release: list[uuid.UUID] = []
@@ -161,14 +154,30 @@ def choose(snapshot: Snapshot) -> Decision:
     return Decision(tuple(release), order.changed() if release else {}, why)
 
 
-def _may_go(snapshot: Snapshot, job: Waiting) -> bool:
-    """Tell whether a job overtakes none that is not seen by more than it may.
+def _queues(snapshot: Snapshot) -> dict[str, list[Waiting]]:
+    """Return what may go of each tenant; the first is the last one."""
+    lane = snapshot.lane
+    queues: dict[str, list[Waiting]] = {}
+    for job in snapshot.waiting:
+        if lane.too_heavy(job.weight) is None:
+            queues.setdefault(job.tenant, []).append(job)
+    for tenant, queue in queues.items():
+        # None where all that wait longest are too heavy; then the others go.
+        in_turn = [job for job in queue if _may_go(job, lane, snapshot.unseen.get(tenant))]
+        queues[tenant] = sorted(
+            in_turn or queue,
+            key=lambda job: (job.counts(lane.ageing), -job.waited_us, job.outbox_id),
+        )[::-1]
+    return queues
+
+
+def _may_go(job: Waiting, lane: Lane, others: Unseen | None) -> bool:
+    """Tell whether a job overtakes none of those that are not seen by more than it may.
 
     Those that wait longest always may: what is not seen began to wait after them.
     """
-    others = snapshot.unseen.get(job.tenant)
     return others is None or (
-        snapshot.lane.ageing * (others.waited_us - job.waited_us) <= others.weight * _SECOND
+        lane.ageing * (others.waited_us - job.waited_us) <= others.weight * _SECOND
     )
 
 

@@ -117,6 +117,10 @@ def test_what_is_not_seen_is_not_overtaken_by_more_than_it_may() -> None:
     assert [one.int for one in found.release] == [4, 1, 2]
     found = choose(Snapshot(lane(ageing=2), NOTHING, NOTHING, seen, unseen=others))
     assert [one.int for one in found.release] == [3, 4, 1, 2]
+    # What can never go keeps nobody back.
+    given = lane(ageing=3, max_running_units=15)
+    found = choose(Snapshot(given, NOTHING, NOTHING, seen, unseen=others))
+    assert [one.int for one in found.release] == [3]
 
 
 def test_the_accounts_that_change_are_those_of_what_was_released() -> None:
