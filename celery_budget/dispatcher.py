@@ -48,7 +48,9 @@ class Dispatcher:
 
         :raises StoreError: where the ledger cannot be reached.
         """
-        names = self._store.run_statement(dispatching.holding, self._root)
+        # One statement; on SQLite one that keeps no writer waiting.
+        look = self._store.read if self._store.dialect == "sqlite" else self._store.run_statement
+        names = look(dispatching.holding, self._root)
         if not names:
             return Dispatched()
         ended = self._end() if time.monotonic() >= self._ends_at else ()
