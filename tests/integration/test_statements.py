@@ -115,7 +115,7 @@ BASELINE = {
         "relay": Cost(7, 3),
         "relay in order": Cost(8, 3),
         "reserve in a lane": Cost(10, 1),
-        "refuse in a lane": Cost(5, 1),
+        "refuse in a lane": Cost(6, 1),
         "dispatch": Cost(7, 1),
         "pass by": Cost(3, 1),
         "give back": Cost(2, 1),
