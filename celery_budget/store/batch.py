@@ -232,11 +232,11 @@ class _Trial:
             return outcome
         # The first of its key; what follows it in this batch finds it.
         self._new.remove(existing.reservation_id)
-        decided = (
-            self._full
-            or self._full_lane(request, one[1])
-            or _decide(request, self._known, self._possible)
+        decided: tuple[Draw, ...] | Tried = self._full or _decide(
+            request, self._known, self._possible
         )
+        if isinstance(decided, tuple):
+            decided = self._full_lane(request, one[1]) or decided
         if not isinstance(decided, tuple):
             self._turned[key] = decided
             return decided

@@ -20,7 +20,7 @@ from celery_budget.core.lanes import TICK_US
 from celery_budget.core.reservations import CLAIMABLE
 from celery_budget.store import shares, untold
 from celery_budget.store.claims import EXPIRED, pass_by, predecessor
-from celery_budget.store.lanes import FRESH_ANSWER_US, loads
+from celery_budget.store.lanes import FRESH_ANSWER_US, holds, loads
 from celery_budget.store.outbox import let_follow
 from celery_budget.store.reservations import lock, release
 from celery_budget.store.schema import IS_HELD, instant, lanes, now_us, outbox, reservations
@@ -51,12 +51,9 @@ class Overdue:
 
 def holding(connection: Connection, root: str) -> list[str]:
     """Return the lanes that hold anything, by name. One SELECT; locks nothing."""
-    holds = sa.exists().where(
-        outbox.c.root == root, outbox.c.lane == lanes.c.name, sa.text(IS_HELD)
-    )
     return list(
         connection.execute(
-            sa.select(lanes.c.name).where(lanes.c.root == root, holds).order_by(lanes.c.name)
+            sa.select(lanes.c.name).where(lanes.c.root == root, holds(root)).order_by(lanes.c.name)
         ).scalars()
     )
 
