@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from celery_budget.core.shares import LANE, Account, Key
-from celery_budget.store import continuations, dispatching, lanes, schema, shares
+from celery_budget.settings import Settings
+from celery_budget.store import (
+    Store,
+    continuations,
+    dispatching,
+    lanes,
+    migrate,
+    schema,
+    shares,
+)
 from tests.contract.support import RETRIED, RETURNED, Ledger, admit_many, message_of
 
 SECOND = 1_000_000
@@ -256,11 +266,19 @@ def test_who_estimates_too_little_gains_nothing(shared: Ledger) -> None:
     assert abs(had["b"] - had["c"]) <= 20
 
 
+@pytest.fixture
+def apart(postgres_url: str) -> Iterator[Ledger]:
+    """A ledger in a database of its own, whose statistics are of nothing else."""
+    store = Store(postgres_url)
+    store.run(migrate.upgrade)
+    yield Ledger(store, Settings(postgres_url, root="root"))
+    store.dispose()
+
+
 @pytest.mark.postgres
-def test_a_dispatch_reads_no_more_of_a_large_backlog(ledger: Ledger) -> None:
+def test_a_dispatch_reads_no_more_of_a_large_backlog(apart: Ledger) -> None:
     """By index: the rows that it reads do not grow with what waits."""
-    if ledger.store.dialect != "postgresql":
-        pytest.skip("PostgreSQL tells what it reads")
+    ledger = apart
     ledger.set("b", None)
     lane(ledger, max_running_units=100)
     [request] = reserve(ledger, 1, 10)
@@ -270,6 +288,8 @@ def test_a_dispatch_reads_no_more_of_a_large_backlog(ledger: Ledger) -> None:
     read = []
     for total in (20_000, 40_000):
         ledger.store.run(_multiply, message, columns, total)
+        with ledger.store.statement() as connection:
+            connection.exec_driver_sql("VACUUM (ANALYZE) budget_outbox")
         plans = ledger.store.run(_explained, ledger.root)
         nodes = [node for plan in plans for node in _nodes(plan)]
         used = {node.get("Index Name") for node in nodes}
@@ -294,7 +314,6 @@ def _multiply(connection: sa.Connection, message: Any, columns: list[str], total
             sa.select(*made).select_from(one.join(number, one.c.outbox_id == message.outbox_id)),
         )
     )
-    connection.exec_driver_sql("ANALYZE budget_outbox")
 
 
 def _explained(connection: sa.Connection, root: str) -> list[Any]:
