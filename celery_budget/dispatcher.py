@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from celery_budget.settings import Settings
 from celery_budget.store import Store, dispatching
+from celery_budget.store.dispatching import Overdue
 
 __all__ = ["Dispatched", "Dispatcher"]
 
@@ -46,23 +47,40 @@ class Dispatcher:
     def run_once(self) -> Dispatched:
         """Have each lane that holds something release what it may now, once.
 
+        One that fails, as where a lock cannot be had, holds up neither the others nor the relay.
+
         :raises StoreError: where the ledger cannot be reached.
         """
-        names = self._store.run_statement(dispatching.holding, self._root)
+        # One statement; on SQLite one that keeps no writer waiting.
+        look = self._store.read if self._store.dialect == "sqlite" else self._store.run_statement
+        names = look(dispatching.holding, self._root)
         if not names:
             return Dispatched()
         ended = self._end() if time.monotonic() >= self._ends_at else ()
-        released = 0
-        for name in names:
-            released += self._store.run(dispatching.dispatch, self._root, name)
-        return Dispatched(released, ended)
+        return Dispatched(sum(map(self._dispatch, names)), ended)
+
+    def _dispatch(self, name: str) -> int:
+        try:
+            return self._store.run(dispatching.dispatch, self._root, name)
+        except Exception:
+            logger.exception("lane %r could not be dispatched; the next pass tries it again", name)
+            return 0
 
     def _end(self) -> tuple[str, ...]:
         """End what was held for too long; return its tasks."""
         seen = self._store.read(dispatching.overdue, self._root, ENDED)
-        ended = [one for one in seen if self._store.run(dispatching.end, self._root, one)]
+        ended = [one for one in seen if self._end_one(one)]
         for one in ended:
             logger.warning("task %s was held by lane %r for too long", one.task_id, one.lane)
         if len(seen) < ENDED:
             self._ends_at = time.monotonic() + END_SECONDS
         return tuple(one.task_id for one in ended)
+
+    def _end_one(self, one: Overdue) -> bool:
+        try:
+            return self._store.run(dispatching.end, self._root, one)
+        except Exception:
+            logger.exception(
+                "task %s could not be ended; the next pass tries it again", one.task_id
+            )
+            return False

@@ -3,7 +3,7 @@
 Among tenants by fair shares (:mod:`celery_budget.core.shares`). Inside a tenant the smallest first,
 with ageing: what waits counts ``ageing`` units lighter for each second. So
 
-    *a job of weight w is overtaken, inside its tenant, only by what begins to wait less than
+    *a job of weight w is overtaken, inside its tenant, only by what begins to wait at most
     w / ageing seconds after it,*
 
 and by no more than that, whatever arrives. After that time it is *aged*. Where the turn of an aged
@@ -15,13 +15,23 @@ fit, what comes after it may go in its place.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from celery_budget.core.lanes import Lane, Load
 from celery_budget.core.shares import Account, Key, Order, Shares
 
-__all__ = ["BURST", "QUEUED", "RUNNING", "Decision", "Snapshot", "Waiting", "choose"]
+__all__ = [
+    "BURST",
+    "QUEUED",
+    "RUNNING",
+    "Decision",
+    "Snapshot",
+    "Unseen",
+    "Waiting",
+    "choose",
+    "unseen",
+]
 
 #: What holds work back: what is released and not started, what runs, and what one tick releases.
 QUEUED = "queued"
@@ -51,12 +61,25 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class Unseen:
+    """What is known of a tenant's jobs that are not in a snapshot.
+
+    :ivar waited_us: for how long each of them has waited at most.
+    :ivar weight: what each of them weighs at least.
+    """
+
+    waited_us: int
+    weight: int
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """How a lane stands.
 
     :ivar queued: what was released and has not started.
     :ivar running: what runs.
     :ivar waiting: of each tenant at least the one that waits longest, if it has any.
+    :ivar unseen: of tenants that have more work than that.
     """
 
     lane: Lane
@@ -64,6 +87,7 @@ class Snapshot:
     running: Load
     waiting: Sequence[Waiting]
     shares: Shares = field(default_factory=Shares)
+    unseen: Mapping[str, Unseen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +105,25 @@ class Decision:
     why: str | None
 
 
+def unseen(seen: Iterable[Waiting], each: int) -> dict[str, Unseen]:
+    """Return what is known of those jobs that a look does not see, by tenant.
+
+    :param seen: of each tenant the ``each`` lightest and the ``each`` that wait longest, or all
+        that it has.
+    """
+    jobs: dict[str, list[Waiting]] = {}
+    for job in seen:
+        jobs.setdefault(job.tenant, []).append(job)
+    return {
+        tenant: Unseen(
+            sorted((one.waited_us for one in mine), reverse=True)[each - 1],
+            sorted(one.weight for one in mine)[each - 1],
+        )
+        for tenant, mine in jobs.items()
+        if len(mine) >= each
+    }
+
+
 def choose(snapshot: Snapshot) -> Decision:
     """Return what one tick releases.
 
@@ -89,14 +132,7 @@ def choose(snapshot: Snapshot) -> Decision:
     ``burst_units`` goes alone, in a tick that releases nothing else. What could never keep to the
     limits, since they were lowered, is passed by: it holds nobody back.
     """
-    lane = snapshot.lane
-    queues: dict[str, list[Waiting]] = {}
-    for job in snapshot.waiting:
-        if lane.too_heavy(job.weight) is None:
-            queues.setdefault(job.tenant, []).append(job)
-    for queue in queues.values():
-        queue.sort(key=lambda job: (job.counts(lane.ageing), -job.waited_us, job.outbox_id))
-        queue.reverse()
+    lane, queues = snapshot.lane, _queues(snapshot)
     waits = {tenant: max(one.waited_us for one in queue) for tenant, queue in queues.items()}
     order, room = Order(snapshot.shares, waits), _Room(snapshot)
     release: list[uuid.UUID] = []
@@ -116,6 +152,33 @@ def choose(snapshot: Snapshot) -> Decision:
             if room.is_full or (lane.ageing and job.counts(lane.ageing) <= 0):
                 break
     return Decision(tuple(release), order.changed() if release else {}, why)
+
+
+def _queues(snapshot: Snapshot) -> dict[str, list[Waiting]]:
+    """Return what may go of each tenant; the first is the last one."""
+    lane = snapshot.lane
+    queues: dict[str, list[Waiting]] = {}
+    for job in snapshot.waiting:
+        if lane.too_heavy(job.weight) is None:
+            queues.setdefault(job.tenant, []).append(job)
+    for tenant, queue in queues.items():
+        # None where all that wait longest are too heavy; then the others go.
+        in_turn = [job for job in queue if _may_go(job, lane, snapshot.unseen.get(tenant))]
+        queues[tenant] = sorted(
+            in_turn or queue,
+            key=lambda job: (job.counts(lane.ageing), -job.waited_us, job.outbox_id),
+        )[::-1]
+    return queues
+
+
+def _may_go(job: Waiting, lane: Lane, others: Unseen | None) -> bool:
+    """Tell whether a job overtakes none of those that are not seen by more than it may.
+
+    Those that wait longest always may: what is not seen began to wait after them.
+    """
+    return others is None or (
+        lane.ageing * (others.waited_us - job.waited_us) <= others.weight * _SECOND
+    )
 
 
 class _Room:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 __all__ = ["LANE", "MOST_COUNTED", "Account", "Key", "Order", "Shares"]
@@ -75,6 +75,23 @@ class Shares:
     weights: Mapping[str, int] = field(default_factory=dict)
     accounts: Mapping[Key, Account] = field(default_factory=dict)
 
+    def corrected(self, units: Mapping[str, int]) -> dict[Key, Account]:
+        """Return the accounts as they are once tenants are given back what they did not use.
+
+        :param units: of each; negative where it has used more than was counted.
+        """
+        accounts: dict[Key, Account] = {}
+        for tenant, given in units.items():
+            for key in _path(self, tenant):
+                before = accounts.get(key, self.accounts.get(key, Account()))
+                weight = _weight(self, key) or 1
+                back = max(-MOST_COUNTED, min(given, MOST_COUNTED))
+                more, rest = divmod(before.rest - back, weight)
+                after = replace(before, finish=before.finish + more, rest=rest)
+                # Who has had less than nothing begins where the others are, as everybody does.
+                accounts[key] = after if after.finish >= 0 else replace(before, finish=0, rest=0)
+        return accounts
+
 
 class Order:
     """In which order tenants that have work have their turns, from one snapshot of their shares.
@@ -93,11 +110,8 @@ class Order:
         self._top = self._node(LANE, None)
         nodes = {LANE: self._top}
         for tenant in sorted(waits):
-            path = [Key(name) for name in (*_above(shares.parents, tenant), tenant)]
-            if tenant in inner or Key(tenant, own=True) in shares.accounts:
-                path.append(Key(tenant, own=True))
             node = self._top
-            for key in path:
+            for key in _path(shares, tenant, has_others=tenant in inner):
                 below = nodes.get(key)
                 if below is None:
                     below = nodes[key] = self._node(key, node)
@@ -110,7 +124,7 @@ class Order:
 
     def _node(self, key: Key, above: _Node | None) -> _Node:
         account = self._shares.accounts.get(key, Account())
-        weight = 1 if key.own else self._shares.weights.get(key.name, 1)
+        weight = _weight(self._shares, key)
         return _Node(key, weight, 0 if above is None else above.floor, account, above)
 
     def next(self) -> str | None:
@@ -195,6 +209,20 @@ class _Node:
         more, self.rest = divmod(self.rest + units, self.weight)
         self.finish += more
         self.served = True
+
+
+def _path(shares: Shares, tenant: str, has_others: bool = False) -> list[Key]:
+    """Return where a tenant stands, the highest place first.
+
+    :param has_others: whether others with work are below it: beside them stands its own.
+    """
+    path = [Key(name) for name in (*_above(shares.parents, tenant), tenant)]
+    own = Key(tenant, own=True)
+    return [*path, own] if has_others or own in shares.accounts else path
+
+
+def _weight(shares: Shares, key: Key) -> int:
+    return 1 if key.own else shares.weights.get(key.name, 1)
 
 
 def _above(parents: Mapping[str, str], tenant: str) -> list[str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from celery_budget.reconcile import Story
 from celery_budget.render.tables import MEANING
-from celery_budget.render.text import facts, literal, moment, number, table_of
+from celery_budget.render.text import facts, literal, moment, number, printable, table_of
 
 __all__ = ["stories_view"]
 
@@ -119,6 +119,9 @@ def _message_event(message: Row) -> _Event:
         what = f"published to {message['queue'] or 'its exchange'}"
         if message["publishes"] > 1:
             what += f", {number(message['publishes'])} times so far"
+    elif message["state"] == "held":
+        lane = printable(str(message["lane"]))
+        what = f"message held by lane {lane}, due at {moment(message['due_us'])}"
     elif message["state"] == "blocked":
         what = f"message held back until attempt {message['after_attempt']} ends"
     else:

@@ -88,6 +88,7 @@ _OPEN = {
     "cancelling": "cancellation requested",
     "unclosed": "attempt not closed",
     "due": "message due",
+    "held": "message held by its lane",
     "untold": "result not stored",
 }
 

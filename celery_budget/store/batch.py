@@ -319,14 +319,14 @@ class _Trial:
         if known is not None:
             fingerprint = json.loads(known.request)["fingerprint"]
             return parked.same(request, known.parked_id, fingerprint)
-        decided = (
-            self._full
-            or self._full_lane(request, message)
-            or _decide(request, self._known, self._possible)
+        decided: tuple[Draw, ...] | Tried = self._full or _decide(
+            request, self._known, self._possible
         )
-        if not isinstance(decided, tuple) or request.finishing:
-            return decided
-        return queued(self._known, decided, self._ahead) or decided
+        if isinstance(decided, tuple) and not request.finishing:
+            decided = queued(self._known, decided, self._ahead) or decided
+        if isinstance(decided, tuple):
+            decided = self._full_lane(request, message) or decided
+        return decided
 
     def _full_lane(self, request: ReserveRequest, message: WireMessage | None) -> Full | None:
         fed = None if message is None else self.fed.get(message.queue)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.dispatch import Snapshot, Waiting, choose
+from celery_budget.core.dispatch import Snapshot, Waiting, choose, unseen
 from celery_budget.core.lanes import TICK_US
 from celery_budget.core.reservations import CLAIMABLE
 from celery_budget.store import shares, untold
 from celery_budget.store.claims import EXPIRED, pass_by, predecessor
-from celery_budget.store.lanes import FRESH_ANSWER_US, loads
+from celery_budget.store.lanes import FRESH_ANSWER_US, holds, loads
 from celery_budget.store.outbox import let_follow
 from celery_budget.store.reservations import lock, release
 from celery_budget.store.schema import IS_HELD, instant, lanes, now_us, outbox, reservations
@@ -51,12 +51,9 @@ class Overdue:
 
 def holding(connection: Connection, root: str) -> list[str]:
     """Return the lanes that hold anything, by name. One SELECT; locks nothing."""
-    holds = sa.exists().where(
-        outbox.c.root == root, outbox.c.lane == lanes.c.name, sa.text(IS_HELD)
-    )
     return list(
         connection.execute(
-            sa.select(lanes.c.name).where(lanes.c.root == root, holds).order_by(lanes.c.name)
+            sa.select(lanes.c.name).where(lanes.c.root == root, holds(root)).order_by(lanes.c.name)
         ).scalars()
     )
 
@@ -93,21 +90,22 @@ def dispatch(connection: Connection, root: str, name: str) -> int:
     queued, running = loads(connection, root, name)
     if lane.full(queued, running) is not None:
         return 0
-    heads = _heads(connection, root, row)
-    started = [one for one in heads if one.state not in CLAIMABLE]
-    follows = [one for one in heads if one.follows is not None and one not in started]
+    heads, each = _heads(connection, root, row)
+    due = [one for one in heads if one.waited_us >= 0]
+    started = [one for one in due if one.state not in CLAIMABLE]
+    follows = [one for one in due if one.follows is not None and one not in started]
     if follows:
         pass_by(connection, root, follows)
     passed = {one.outbox_id for one in (*started, *follows)}
-    waiting = [
-        Waiting(one.outbox_id, one.tenant, one.weight, max(0, one.waited_us))
-        for one in heads
-        if one.outbox_id not in passed
-    ]
-    standing = shares.read(connection, root, name, {one.tenant for one in waiting})
-    decision = choose(Snapshot(lane, queued, running, waiting, standing))
+    seen = [Waiting(one.outbox_id, one.tenant, one.weight, one.waited_us) for one in heads]
+    waiting = [one for one in seen if one.waited_us >= 0 and one.outbox_id not in passed]
+    back = shares.take_back(connection, root, name)
+    standing = shares.read(connection, root, name, {*back, *(one.tenant for one in waiting)})
+    corrected = standing.corrected(back)
+    standing = replace(standing, accounts={**standing.accounts, **corrected})
+    decision = choose(Snapshot(lane, queued, running, waiting, standing, unseen(seen, each)))
     released = _release(connection, root, [*(one.outbox_id for one in started), *decision.release])
-    shares.write(connection, root, name, decision.accounts)
+    shares.write(connection, root, name, {**corrected, **decision.accounts})
     if decision.release and lane.burst_units is not None:
         connection.execute(
             lanes.update()
@@ -165,8 +163,10 @@ def _release(connection: Connection, root: str, chosen: Sequence[uuid.UUID]) -> 
     return len(mine)
 
 
-def _heads(connection: Connection, root: str, lane: sa.Row[Any]) -> list[sa.Row[Any]]:
-    """Return of each tenant what has waited longest and what is lightest, those that are due.
+def _heads(connection: Connection, root: str, lane: sa.Row[Any]) -> tuple[list[sa.Row[Any]], int]:
+    """Return of each tenant what has waited longest and what is lightest, and how many of both.
+
+    Among them may be some that are not due: they have waited for less than nothing.
 
     Of more than :data:`MOST_TENANTS` one call looks at so many, and the next one at others. What
     that reads depends on neither how much waits nor how much ever did.
@@ -183,7 +183,7 @@ def _heads(connection: Connection, root: str, lane: sa.Row[Any]) -> list[sa.Row[
             .values(after_tenant=after)
         )
     if not tenants:
-        return []
+        return [], 1
     each = max(1, LOOKED_AT // len(tenants) // 2)
     held = (
         sa.select(outbox.c.outbox_id, outbox.c.due_us)
@@ -206,7 +206,7 @@ def _heads(connection: Connection, root: str, lane: sa.Row[Any]) -> list[sa.Row[
     ids = connection.execute(sa.union(*looks)).scalars().all()
     if ids:
         found = {row.outbox_id: row for row in connection.execute(_details(root, ids))}
-    return sorted(found.values(), key=lambda one: (-one.waited_us, one.outbox_id))
+    return sorted(found.values(), key=lambda one: (-one.waited_us, one.outbox_id)), each
 
 
 def _details(root: str, ids: Sequence[uuid.UUID]) -> sa.Select[Any]:
@@ -228,7 +228,6 @@ def _details(root: str, ids: Sequence[uuid.UUID]) -> sa.Select[Any]:
     ).where(
         outbox.c.root == root,
         outbox.c.outbox_id.in_(ids),
-        outbox.c.due_us <= instant(),
     )
 
 

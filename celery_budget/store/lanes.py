@@ -42,6 +42,7 @@ __all__ = [
     "declare",
     "delete",
     "find",
+    "holds",
     "loads",
     "note_answer",
     "pause",
@@ -295,14 +296,22 @@ def standings(connection: Connection, root: str, name: str | None = None) -> lis
     return found
 
 
+def holds(root: str) -> sa.ColumnElement[bool]:
+    """Return what tells in a statement whether a lane holds anything.
+
+    A value and no EXISTS, for which PostgreSQL may read all that any lane holds.
+    """
+    held = sa.select(outbox.c.outbox_id).where(
+        outbox.c.root == root, outbox.c.lane == lanes.c.name, sa.text(IS_HELD)
+    )
+    return held.limit(1).scalar_subquery().is_not(None)
+
+
 def asked(connection: Connection, root: str, every_us: int) -> list[str]:
     """Return the lanes that hold work and whose workers were not asked for so long.
 
     Only those with preflight. Locks nothing.
     """
-    holds = sa.exists().where(
-        outbox.c.root == root, outbox.c.lane == lanes.c.name, sa.text(IS_HELD)
-    )
     return list(
         connection.execute(
             sa.select(lanes.c.name)
@@ -311,7 +320,7 @@ def asked(connection: Connection, root: str, every_us: int) -> list[str]:
                 lanes.c.preflight,
                 lanes.c.deleted.is_(False),
                 lanes.c.checked_us <= instant() - every_us,
-                holds,
+                holds(root),
             )
             .order_by(lanes.c.checked_us, lanes.c.name)
         ).scalars()

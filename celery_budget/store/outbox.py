@@ -13,7 +13,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import ReserveRequest
-from celery_budget.store import advisory
+from celery_budget.store import advisory, shares
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     IS_HELD,
@@ -425,17 +425,37 @@ def let_follow(connection: Connection, root: str, keys: Iterable[str | None]) ->
 
 
 def drop(connection: Connection, root: str, reservation_id: uuid.UUID) -> None:
-    """Delete the messages of a reservation that has ended; what follows them may be published."""
-    delete(connection, root, outbox.c.reservation_id == reservation_id)
+    """Delete the messages of a reservation that has ended; what follows them may be published.
+
+    What one that a lane has let go did not use is given back to its tenant's share.
+    """
+    for row in delete(connection, root, outbox.c.reservation_id == reservation_id):
+        if row.lane is not None and row.state in ("due", "published"):
+            shares.give_back(connection, row)
 
 
-def delete(connection: Connection, root: str, *which: sa.ColumnElement[bool]) -> None:
-    gone = connection.execute(
-        outbox.delete()
-        .where(outbox.c.root == root, *which)
-        .returning(outbox.c.order_key, outbox.c.state)
-    ).all()
+def delete(
+    connection: Connection, root: str, *which: sa.ColumnElement[bool]
+) -> Sequence[sa.Row[Any]]:
+    """Delete messages, and return what they were; what follows them may be published."""
+    gone: list[sa.Row[Any]] = list(
+        connection.execute(
+            outbox.delete()
+            .where(outbox.c.root == root, *which)
+            .returning(
+                outbox.c.root,
+                outbox.c.outbox_id,
+                outbox.c.reservation_id,
+                outbox.c.order_key,
+                outbox.c.state,
+                outbox.c.lane,
+                outbox.c.tenant,
+                outbox.c.weight,
+            )
+        )
+    )
     let_follow(connection, root, [row.order_key for row in gone if row.state != "published"])
+    return gone
 
 
 def prune(connection: Connection, root: str, limit: int) -> int:

@@ -336,18 +336,20 @@ def open_work(connection: Connection, root: str) -> dict[str, int]:
             attempts.c.ended_us.is_not(None),
         )
     ).scalar_one()
-    due = connection.execute(
-        sa.select(sa.func.count())
-        .select_from(outbox)
-        .where(outbox.c.root == root, outbox.c.state == "due")
-    ).scalar_one()
+    unpublished = {"due": 0, "held": 0}
+    for state, count in connection.execute(
+        sa.select(outbox.c.state, sa.func.count())
+        .where(outbox.c.root == root, outbox.c.state.in_(unpublished))
+        .group_by(outbox.c.state)
+    ):
+        unpublished[state] = int(count)
     waiting = connection.execute(
         sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
     ).scalar_one()
     results = connection.execute(
         sa.select(sa.func.count()).select_from(untold).where(untold.c.root == root)
     ).scalar_one()
-    return {**found, "unclosed": unclosed, "due": due, "parked": waiting, "untold": results}
+    return {**found, "unclosed": unclosed, **unpublished, "parked": waiting, "untold": results}
 
 
 def overdue_us(connection: Connection, root: str) -> int:

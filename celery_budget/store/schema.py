@@ -66,6 +66,7 @@ __all__ = [
     "relays",
     "reservations",
     "reuse",
+    "share_returns",
     "shares",
     "untold",
     "usage",
@@ -163,13 +164,13 @@ budgets = Table(
     Column("anchor_day", SmallInteger, nullable=False, server_default="1"),
     Column("soft_stop", Integer, nullable=False, server_default="1000000"),
     Column("hard_stop", Integer, nullable=False, server_default="1000000"),
-    # Its share of a lane, beside that of others; 0 goes last.
-    Column("weight", Integer, nullable=False, server_default="1"),
     Column("stripes", SmallInteger, nullable=False, server_default="1"),
     # open; draining: takes nothing new and is closed when nothing is held; closed.
     Column("state", String(16), nullable=False, server_default="open"),
     # The template it was made from.
     Column("template", String(255)),
+    # Its share of a lane, beside that of others; 0 goes last.
+    Column("weight", Integer, nullable=False, server_default="1"),
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
     Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
@@ -746,6 +747,21 @@ shares = Table(
     PrimaryKeyConstraint("root", "lane", "name", "own", name="pk_budget_shares"),
     # What was not served for long is forgotten.
     Index("ix_budget_shares_served", "root", "lane", "served_us"),
+)
+
+# What ended requests did not use of what was counted to their tenants, until a dispatch corrects
+# it.
+share_returns = Table(
+    "budget_share_returns",
+    metadata,
+    Column("root", String(255)),
+    Column("lane", String(255)),
+    # The message that was counted.
+    Column("outbox_id", Uuid),
+    Column("tenant", String(255), nullable=False),
+    # Negative where more was used.
+    Column("units", BigInteger, nullable=False),
+    PrimaryKeyConstraint("root", "lane", "outbox_id", name="pk_budget_share_returns"),
 )
 
 # The lane that feeds a queue: one of a root.

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.shares import LANE, Account, Key, Shares
-from celery_budget.store.schema import budgets, instant, shares
+from celery_budget.core.shares import LANE, MOST_COUNTED, Account, Key, Shares
+from celery_budget.store.insert import insert_new
+from celery_budget.store.schema import (
+    budgets,
+    exact_sum,
+    instant,
+    lines,
+    reservations,
+    share_returns,
+    shares,
+    usage,
+)
 
-__all__ = ["FORGET_US", "read", "write"]
+__all__ = ["FORGET_US", "give_back", "read", "take_back", "write"]
 
 #: Who was not served for so long has had nothing: a day. That forgives what it was ahead by.
 FORGET_US = 86_400_000_000
 #: How many are forgotten at a time.
 FORGOTTEN = 100
+#: How many corrections one dispatch makes.
+CORRECTED = 1000
 
 
 def read(connection: Connection, root: str, lane: str, tenants: Iterable[str]) -> Shares:
@@ -51,6 +64,67 @@ def read(connection: Connection, root: str, lane: str, tenants: Iterable[str]) -
             Key(row.name, row.own): Account(row.finish, row.rest, row.floor) for row in found
         },
     )
+
+
+def give_back(connection: Connection, message: sa.Row[Any]) -> None:
+    """Note what was counted for a message and not used, once its request has ended.
+
+    What one that never ran weighs; of one that ran the difference to what was charged for its last
+    run. Only a row is written: the dispatcher, which holds the lane's, makes the correction.
+    """
+    line = sa.and_(
+        lines.c.root == message.root,
+        lines.c.reservation_id == message.reservation_id,
+        lines.c.line == 0,
+    )
+    by_earlier_runs = (
+        sa.select(exact_sum(usage.c.amount))
+        .select_from(usage)
+        .join(
+            reservations,
+            sa.and_(
+                reservations.c.root == usage.c.root,
+                reservations.c.reservation_id == usage.c.reservation_id,
+            ),
+        )
+        .where(
+            usage.c.root == lines.c.root,
+            usage.c.reservation_id == lines.c.reservation_id,
+            usage.c.unit == lines.c.unit,
+            usage.c.attempt < reservations.c.attempts,
+        )
+        .scalar_subquery()
+    )
+    found = connection.execute(sa.select(lines.c.settled, by_earlier_runs).where(line)).first()
+    charged, earlier = (0, 0) if found is None else found
+    units = message.weight - max(0, charged - int(earlier or 0))
+    if units:
+        insert_new(
+            connection,
+            share_returns,
+            root=message.root,
+            lane=message.lane,
+            outbox_id=message.outbox_id,
+            tenant=message.tenant,
+            units=max(-MOST_COUNTED, min(units, MOST_COUNTED)),
+        )
+
+
+def take_back(connection: Connection, root: str, lane: str) -> dict[str, int]:
+    """Take what is to be given back out of the ledger; return it by tenant, a thousand at a time.
+
+    The caller holds the lane's row, and makes the corrections in the same transaction.
+    """
+    mine = sa.and_(share_returns.c.root == root, share_returns.c.lane == lane)
+    first = sa.select(share_returns.c.outbox_id).where(mine).limit(CORRECTED)
+    found: dict[str, int] = {}
+    for row in connection.execute(
+        share_returns.delete()
+        .where(mine, share_returns.c.outbox_id.in_(first))
+        .returning(share_returns.c.tenant, share_returns.c.units)
+    ):
+        found[row.tenant] = found.get(row.tenant, 0) + row.units
+    return found
 
 
 def write(connection: Connection, root: str, lane: str, accounts: Mapping[Key, Account]) -> None:

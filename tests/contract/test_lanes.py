@@ -10,7 +10,14 @@ import pytest
 
 from celery_budget import relay
 from celery_budget.core.lanes import Lane, Load
-from celery_budget.core.reservations import Cancelling, Closed, Outcome, Parked, Reserved
+from celery_budget.core.reservations import (
+    Cancelling,
+    Closed,
+    Outcome,
+    Parked,
+    Refused,
+    Reserved,
+)
 from celery_budget.dispatcher import Dispatcher
 from celery_budget.errors import InvalidLane, QueueFull, UnknownLane
 from celery_budget.store import continuations, dispatching, lanes
@@ -220,6 +227,19 @@ def test_units_bound_what_waits_and_batches_count_themselves(funded: Ledger) -> 
     tried = admit_many(funded.store, funded.settings, asked, best_effort=True)
     assert isinstance(tried[0], Reserved)
     assert (tried[1].reason, tried[1].waiting) == ("units", 25)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_budget_that_is_short_is_told_before_a_lane_that_is_full(
+    funded: Ledger, many: bool
+) -> None:
+    lane(funded, max_waiting_jobs=0)
+    requests = [funded.request(20_000), *([funded.request(1)] if many else [])]
+    asked = [(one, message_of(one)) for one in requests]
+    tried = (
+        admit_many(funded.store, funded.settings, asked)[0] if many else funded.admit(requests[0])
+    )
+    assert isinstance(tried, Refused)
 
 
 @pytest.mark.parametrize("many", [False, True])

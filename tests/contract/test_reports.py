@@ -44,6 +44,7 @@ def test_a_report_counts_everything_once(funded: Ledger) -> None:
         "cancelling": 0,
         "unclosed": 0,
         "due": 1,
+        "held": 0,
         "parked": 1,
         "untold": 0,
     }

@@ -23,9 +23,18 @@ from celery_budget import admission, budgeted, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved
 from celery_budget.core.usage import Used
-from celery_budget.errors import UnknownBudget
+from celery_budget.errors import QueueFull, UnknownBudget
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, claims, migrate, quarantine, schema
+from celery_budget.store import (
+    Store,
+    budgets,
+    claims,
+    dispatching,
+    lanes,
+    migrate,
+    quarantine,
+    schema,
+)
 from celery_budget.telling import tell_task
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger, message_of
 from tests.integration.support import Shop
@@ -58,10 +67,14 @@ BASELINE = {
         "park": Cost(3, 1),
         # With a look whether a relay sleeps.
         "enqueue": Cost(3, 1),
-        "relay nothing": Cost(2, 1),
-        "relay": Cost(8, 2),
+        # Looks whether a lane holds anything.
+        "relay nothing": Cost(3, 1),
+        "relay": Cost(9, 2),
         # What follows by its key is let go.
-        "relay in order": Cost(9, 2),
+        "relay in order": Cost(10, 2),
+        "reserve in a lane": ONE_ROUND_TRIP,
+        "refuse in a lane": ONE_ROUND_TRIP,
+        "dispatch": Cost(8, 1),
         "pass by": Cost(4, 1),
         "give back": Cost(3, 1),
         "reschedule": Cost(2, 1),
@@ -98,9 +111,12 @@ BASELINE = {
         "continue": Cost(7, 1),
         "park": Cost(4, 1),
         "enqueue": Cost(1, 1),
-        "relay nothing": Cost(1, 1),
-        "relay": Cost(6, 2),
-        "relay in order": Cost(7, 2),
+        "relay nothing": Cost(2, 2),
+        "relay": Cost(7, 3),
+        "relay in order": Cost(8, 3),
+        "reserve in a lane": Cost(10, 1),
+        "refuse in a lane": Cost(6, 1),
+        "dispatch": Cost(7, 1),
         "pass by": Cost(3, 1),
         "give back": Cost(2, 1),
         "reschedule": Cost(1, 1),
@@ -399,6 +415,35 @@ def test_messages_are_relayed(ledger: Ledger, costs: Expect, count: int, name: s
         ledger.reserve(1)
     with costs(name):
         assert ledger.relay().published == count
+
+
+def lane(ledger: Ledger, **terms: int) -> None:
+    given = {"queues": ("celery",), "preflight": False, **terms}
+    ledger.store.run(lanes.declare, ledger.root, "llm", given)
+
+
+def test_a_request_is_reserved_in_a_lane(ledger: Ledger, costs: Expect) -> None:
+    lane(ledger, max_waiting_jobs=10, max_waiting_units=100)
+    request = ledger.request()
+    with costs("reserve in a lane"):
+        admitted = ledger.admit(request)
+    assert admitted == Reserved(request.reservation_id)
+
+
+def test_a_request_is_refused_by_a_lane(ledger: Ledger, costs: Expect) -> None:
+    lane(ledger, max_waiting_jobs=0)
+    request = ledger.request()
+    with costs("refuse in a lane"), pytest.raises(QueueFull):
+        ledger.admit(request)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_lane_is_dispatched(ledger: Ledger, costs: Expect, count: int) -> None:
+    lane(ledger, max_running_units=100)
+    for _ in range(count):
+        ledger.reserve(1)
+    with costs("dispatch"):
+        assert ledger.store.run(dispatching.dispatch, ledger.root, "llm") == count
 
 
 def taken(ledger: Ledger) -> claims.Batch:

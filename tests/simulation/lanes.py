@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from celery_budget.core.dispatch import Decision, Snapshot, Waiting, choose
+from celery_budget.core.dispatch import Decision, Snapshot, Waiting, choose, unseen
 from celery_budget.core.lanes import Lane, Load
 from celery_budget.core.shares import Account, Key, Shares
 
@@ -89,12 +89,14 @@ class Simulation:
                 self._start()
 
     def tick(self) -> Decision:
+        waiting = self._sampled()
         snapshot = Snapshot(
             self.lane,
             self.load(self.queued),
             self.load(self._runs()),
-            self._sampled(),
+            waiting,
             Shares(self.parents, self.weights, dict(self.accounts)),
+            unseen(waiting, self.sample),
         )
         decision = self.choose(snapshot)
         self.accounts.update(decision.accounts)

@@ -179,6 +179,26 @@ def test_no_two_that_wait_get_further_apart_than_a_job_of_each(
             assert abs(had[one] - had[other]) <= bound
 
 
+def test_what_was_not_used_is_given_back_on_the_whole_way() -> None:
+    market = Market(TREE, a1=3).serve({"a1": 10}, 2)
+    shares = market.shares
+    assert shares.accounts == {
+        Key("a1"): Account(6, 2),
+        Key("a"): Account(20, 0, 6),
+        LANE: Account(0, 0, 20),
+    }
+    assert shares.corrected({"a1": 11}) == {Key("a1"): Account(3), Key("a"): Account(9, 0, 6)}
+    assert shares.corrected({"a1": -1})[Key("a1")] == Account(7)
+    assert shares.corrected({"a1": 10**9}) == {Key("a1"): Account(), Key("a"): Account(0, 0, 6)}
+    assert shares.corrected({"new": -5}) == {Key("new"): Account(5)}
+    assert shares.corrected({}) == {}
+
+
+def test_a_budget_of_weight_nothing_is_corrected_as_it_was_counted() -> None:
+    market = Market(a=0).serve({"a": 10}, 1)
+    assert market.shares.corrected({"a": 4}) == {Key("a"): Account(6)}
+
+
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 10**15)), max_size=30))
 def test_nothing_is_lost_by_dividing(jobs: list[tuple[str, int]]) -> None:
     weights = {"a": 7, "b": 1000}

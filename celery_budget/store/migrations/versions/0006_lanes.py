@@ -126,6 +126,15 @@ def _create_lanes() -> None:
         sa.PrimaryKeyConstraint("root", "lane", "name", "own", name="pk_budget_shares"),
     )
     op.create_index("ix_budget_shares_served", "budget_shares", ["root", "lane", "served_us"])
+    op.create_table(
+        "budget_share_returns",
+        sa.Column("root", sa.String(255)),
+        sa.Column("lane", sa.String(255)),
+        sa.Column("outbox_id", sa.Uuid),
+        sa.Column("tenant", sa.String(255), nullable=False),
+        sa.Column("units", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("root", "lane", "outbox_id", name="pk_budget_share_returns"),
+    )
     for name, (columns, where) in INDEXES.items():
         condition: Any = sa.text(where)
         op.create_index(
@@ -194,7 +203,7 @@ def downgrade() -> None:
     op.execute("UPDATE budget_outbox SET state = 'due' WHERE state = 'held'")
     for name in INDEXES:
         op.drop_index(f"ix_budget_outbox_{name}", "budget_outbox")
-    for table in ("shares", "lane_tallies", "lane_queues", "lanes"):
+    for table in ("share_returns", "shares", "lane_tallies", "lane_queues", "lanes"):
         op.drop_table(f"budget_{table}")
     op.drop_column("budget_budgets", "weight")
     for column in ("weight", "tenant", "lane"):
