@@ -86,7 +86,7 @@ BASELINE = {
         "end": Cost(11, 1),
         "close": Cost(4, 1),
         "release": Cost(7, 1),
-        # With its beat, a look for parked work that is over and one for budgets that something waits
+        # With its beat, a look for parked work that is over, one for budgets that anything waits
         # for, one for messages, and one for effects, that are kept no longer.
         "sweep": Cost(14, 9),
         "balance": Cost(1, 1),
