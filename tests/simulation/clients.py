@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -91,7 +90,7 @@ def caller(client: Client, world: World, store: Store) -> None:
     count = chance.randint(1, 3) if what in ("all", "some") else 1
     asked = [world.request(chance, new_id(), chance.random() < 0.5) for _ in range(count)]
     if what == "waits":
-        asked = [replace(request, parks=True) for request in asked]
+        asked = [dataclasses.replace(request, parks=True) for request in asked]
     messages = [(request, message_of(request)) for request in asked]
     if what in ("all", "some"):
         heard: Sequence[Any] = admit_many(
