@@ -167,7 +167,7 @@ def test_list_without_budgets_says_how_to_create_one(
     shop = make_shop(init=False)
     shop.budget.init()
     assert "budget set NAME" in run(shop.app, "list").out
-    assert run(shop.app, "list", "--json").json == {"budgets": [], "templates": []}
+    assert run(shop.app, "list", "--json").json == {"budgets": [], "templates": [], "parked": []}
 
 
 def test_show_shows_one_budget(shop: Shop, run: Run) -> None:
@@ -279,7 +279,7 @@ def test_explain_parked_work(shop: Shop, run: Run) -> None:
     done = run(shop.app, "explain", request.task_id)
     assert done.code == 0
     assert "state    parked" in done.out
-    assert "waits    for budget since 20" in done.out
+    assert "waits    for 99 of budget tenant:a since 20" in done.out
     [found] = run(shop.app, "explain", request.task_id, "--json").json["requests"]
     assert found["reservation"]["state"] == "parked"
 

@@ -14,8 +14,8 @@ from celery_budget import (
     BudgetedTask,
     BudgetError,
     CeleryBudget,
-    admission,
     budgeted,
+    parking,
     recovery,
 )
 from celery_budget.errors import ConfigurationError
@@ -171,7 +171,7 @@ def test_a_step_of_the_sweep_that_fails_does_not_stop_the_others(
         raise RuntimeError("no windows")
 
     monkeypatch.setattr(Upkeep, "run_once", fail)
-    monkeypatch.setattr(admission, "admit_parked", lambda *args: done.append("parked"))
+    monkeypatch.setattr(parking, "run_once", lambda *args: done.append("parked"))
     monkeypatch.setattr(recovery, "run_once", lambda *args: done.append("recovery"))
     with pytest.raises(RuntimeError, match="no windows"):
         shop.sweep()

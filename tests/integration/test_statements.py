@@ -64,7 +64,8 @@ BASELINE = {
         # A budget that is not there is looked for among the templates.
         "unknown budget": Cost(3, 0),
         "continue": Cost(2, 1),
-        "park": Cost(3, 1),
+        # With its turn among what waits for that budget.
+        "park": Cost(4, 1),
         # With a look whether a relay sleeps.
         "enqueue": Cost(3, 1),
         # Looks whether a lane holds anything.
@@ -98,18 +99,20 @@ BASELINE = {
         "end": Cost(11, 1),
         "close": Cost(4, 1),
         "release": Cost(7, 1),
-        # With its beat, and a look for messages, and one for effects, that are kept no longer.
+        # With its beat, a look for parked work that is over, one for budgets that anything waits
+        # for, one for messages, one for kept results, and one for effects, that are kept no longer.
         "sweep": Cost(16, 10),
         "balance": Cost(1, 1),
     },
     "sqlite": {
-        "reserve": Cost(8, 1),
-        "reserve from two budgets": Cost(10, 1),
+        # With a look for what was parked before.
+        "reserve": Cost(9, 1),
+        "reserve from two budgets": Cost(11, 1),
         "refuse": Cost(6, 1),
         "repeat": Cost(2, 1),
-        "unknown budget": Cost(5, 1),
+        "unknown budget": Cost(6, 1),
         "continue": Cost(7, 1),
-        "park": Cost(4, 1),
+        "park": Cost(5, 1),
         "enqueue": Cost(1, 1),
         "relay nothing": Cost(2, 2),
         "relay": Cost(7, 3),

@@ -11,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
-from celery_budget import admission, reconcile
+from celery_budget import parking, reconcile
 from celery_budget.errors import SchemaError
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets, migrate, schema
@@ -132,7 +132,7 @@ def test_everything_on_a_database_without_tables_is_a_schema_error(empty: Store)
         lambda: ledger.admit(request, continuation=True, stop=stopped),
         ledger.relay,
         ledger.recover,
-        lambda: admission.admit_parked(empty, ledger.settings),
+        lambda: parking.run_once(empty, ledger.settings),
         lambda: reconcile.report(empty, ledger.settings),
     ]
     for call in calls:

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from alembic import command
 
-from celery_budget import admission, reconcile, settlement
+from celery_budget import parking, reconcile, settlement
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import Parked, Reserved, ReserveRequest
 from celery_budget.relay import Unpublishable
@@ -163,7 +163,7 @@ def test_all_of_it_goes_on(left: Left) -> None:
         assert attempt.end(RETURNED)
     assert ledger.line(left.requests["waiting"]) == (0, 5, 5)
     ledger.set("full", 100)
-    assert admission.admit_parked(ledger.store, ledger.settings) == 2
+    assert parking.run_once(ledger.store, ledger.settings).admitted == 2
     assert ledger.state(left.requests["parked"]) == "reserved"
     assert ledger.state(left.requests["parked retry"]) == "waiting"
     again = (quarantine.requeue, ledger.root, left.requests["quarantined"].task_id)

@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from celery_budget import admission, recovery, relay, settlement
+from celery_budget import admission, parking, recovery, relay, settlement
 from celery_budget.core.budgets import Share
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
@@ -81,7 +81,7 @@ def message_of(request: ReserveRequest) -> WireMessage:
 def caller(client: Client, world: World, store: Store) -> None:
     """Reserve one or several, the same id as others now and then; or take one back."""
     chance = client.chance
-    what = chance.choice(("one", "one", "all", "some", "goes on", "cancel"))
+    what = chance.choice(("one", "one", "waits", "all", "some", "goes on", "cancel"))
     if what == "cancel":
         if world.heard:
             one = chance.choice(list(world.heard))
@@ -89,6 +89,8 @@ def caller(client: Client, world: World, store: Store) -> None:
         return
     count = chance.randint(1, 3) if what in ("all", "some") else 1
     asked = [world.request(chance, new_id(), chance.random() < 0.5) for _ in range(count)]
+    if what == "waits":
+        asked = [dataclasses.replace(request, parks=True) for request in asked]
     messages = [(request, message_of(request)) for request in asked]
     if what in ("all", "some"):
         heard: Sequence[Any] = admit_many(
@@ -242,7 +244,7 @@ def sweeper(client: Client, world: World, store: Store) -> None:
         if published:
             store.run(put, schema.outbox, {"due_us": client.granted}, chance.choice(published))
     recovery.run_once(store, world.settings, world, Suspicion(store, world.settings, world))
-    admission.admit_parked(store, world.settings)
+    parking.run_once(store, world.settings)
     if chance.random() < 0.4:
         Upkeep(store, world.settings).run_once()
     if chance.random() < 0.3:
@@ -323,7 +325,7 @@ def drain(world: World) -> None:
             if turn > 20:
                 store.run(put, schema.parked, {"deadline_us": PAST}, row)
         recovery.run_once(store, world.settings, world, Suspicion(store, world.settings, world))
-        admission.admit_parked(store, world.settings)
+        parking.run_once(store, world.settings)
         Upkeep(store, world.settings).run_once()
         relay.run_once(store, world.settings, Quiet(world), world.ended)
         for message in world.queue:

@@ -458,7 +458,11 @@ def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:
         line.split() == ["state", "released:", "expired"] for line in lines(stories_view([ended]))
     )
     wait = {"created_us": SECOND, "deadline_us": 2 * SECOND, "task_name": "t", "owner": "acme"}
-    waits = "for budget since 1970-01-01T00:00:01.000000Z, given up at 1970-01-01T00:00:02.000000Z"
+    wait |= {"budget": "acme", "amount": 1200}
+    waits = (
+        "for 1,200 of budget acme since 1970-01-01T00:00:01.000000Z, "
+        "given up at 1970-01-01T00:00:02.000000Z"
+    )
     parked = Story({**wait, "state": "parked"}, (), (), (), ())
     assert waits in as_text(stories_view([parked]))
     assert waits in as_text(stories_view([a_story(reservation={"parked": [wait]})]))
