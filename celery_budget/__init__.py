@@ -4,6 +4,7 @@
 ``BudgetedTask``) gives a task a budget and an estimate; ``usage.record`` tells what it used.
 """
 
+from celery_budget.core.backpressure import Outlook
 from celery_budget.core.budgets import Balance, Budget, Share
 from celery_budget.core.estimators import Estimator, estimator
 from celery_budget.core.losses import LostAttempt
@@ -81,6 +82,7 @@ __all__ = [
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "Outlook",
     "Period",
     "PolicyError",
     "RequestConflict",
