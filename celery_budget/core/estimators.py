@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,8 +113,8 @@ class Estimator:
 class Estimators:
     """Estimators by name and version; one for each process, as Celery's shared tasks are.
 
-    A task names one by its name, where that has one version only, or by ``"name:version"``. It is
-    looked for when the task is first used, so that it may be registered after the task.
+    A task names one by ``"name:version"``, or by its name where one version is none of the task's
+    shadows. It is looked for when the task is first used, so that it may be registered after that.
     """
 
     def __init__(self) -> None:
@@ -156,10 +156,13 @@ class Estimators:
             versions[made.version] = made
         return made
 
-    def find(self, reference: str, version: str | None = None) -> Estimator:
+    def find(
+        self, reference: str, version: str | None = None, aside: Collection[str] = ()
+    ) -> Estimator:
         """Return the estimator that ``"name"`` or ``"name:version"`` stands for.
 
         :param version: which version of ``"name"``; none for the only one.
+        :param aside: those that ``"name"`` alone does not mean, by name and version.
         :raises PolicyError: where there is none, or ``"name"`` has several versions.
         """
         name, _, written = reference.partition(":")
@@ -169,8 +172,9 @@ class Estimators:
             )
         versions = self._known.get(name, {})
         wanted = written or version
-        if wanted is None and len(versions) == 1:
-            return next(iter(versions.values()))
+        meant = [one for one in versions.values() if one.key not in aside]
+        if wanted is None and len(meant) == 1:
+            return meant[0]
         if wanted in versions:
             return versions[wanted]
         if not versions:

@@ -69,6 +69,8 @@ def test_one_of_several_versions_is_named(registry: Estimators) -> None:
         assert evaluate(policy, "hello") == 200
         assert (policy.estimator, policy.estimator_version) == ("draft", "2")
     assert evaluate(BudgetPolicy("b", "draft:1"), "hello") == 5
+    # A version that is only tried beside it is not what the name means.
+    assert evaluate(BudgetPolicy("b", "draft", shadows=["draft:2"]), "hello") == 5
     said = "several versions; give one of draft:1, draft:2"
     with pytest.raises(PolicyError, match=said):
         evaluate(BudgetPolicy("b", "draft"), "hello")
