@@ -172,7 +172,8 @@ class Estimators:
             )
         versions = self._known.get(name, {})
         wanted = written or version
-        meant = [one for one in versions.values() if one.key not in aside]
+        known = list(versions.values())
+        meant = [one for one in known if one.key not in aside] or known
         if wanted is None and len(meant) == 1:
             return meant[0]
         if wanted in versions:
@@ -182,7 +183,7 @@ class Estimators:
                 f"there is no estimator {name!r}; import the module that registers it, wherever "
                 "the task is published"
             )
-        listed = ", ".join(f"{name}:{known}" for known in sorted(versions))
+        listed = ", ".join(f"{name}:{one}" for one in sorted(versions))
         if wanted is None:
             raise PolicyError(f"estimator {name!r} has several versions; give one of {listed}")
         raise PolicyError(f"there is no estimator {name}:{wanted}; there are {listed}")
