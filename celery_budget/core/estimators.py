@@ -146,14 +146,15 @@ class Estimators:
 
     def _add(self, made: Estimator) -> Estimator:
         with self._lock:
-            versions = self._known.setdefault(made.name, {})
+            versions = self._known.get(made.name, {})
             before = versions.get(made.version)
             if before is not None and _origin(before.estimate) != _origin(made.estimate):
                 raise PolicyError(
                     f"estimator {made.key} is registered already, as {before.estimate!r}; give the "
                     "new one another version"
                 )
-            versions[made.version] = made
+            # Replaced and not changed: who looks takes no lock.
+            self._known[made.name] = {**versions, made.version: made}
         return made
 
     def find(

@@ -304,7 +304,11 @@ def test_a_slow_shadow_is_not_asked_for_ever(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("wrong", ["draft:2", [5], ["6"], [by_length], 7, ["a:"]], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    ["draft:2", [5], ["6"], [by_length], 7, ["a:"]],
+    ids=["text", "number", "digits", "function", "none", "colon"],
+)
 def test_what_cannot_be_shadows_is_refused(wrong: Any) -> None:
     with pytest.raises(PolicyError, match="shadows="):
         BudgetPolicy("b", 1, shadows=wrong)
