@@ -4,6 +4,7 @@
 ``BudgetedTask``) gives a task a budget and an estimate; ``usage.record`` tells what it used.
 """
 
+from celery_budget.core.backpressure import Outlook
 from celery_budget.core.budgets import Balance, Budget, Share
 from celery_budget.core.estimators import Estimator, estimator
 from celery_budget.core.jobs import Job
@@ -99,6 +100,7 @@ __all__ = [
     "NotQuarantined",
     "NotRunning",
     "OutboxFull",
+    "Outlook",
     "ParkingFull",
     "Period",
     "PolicyError",

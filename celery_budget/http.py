@@ -30,9 +30,9 @@ class Refusal:
 
     :ivar status: 429 where a budget was short, 503 where it is not the request's fault.
     :ivar retry_after: in whole seconds; none where trying again makes no sense.
-    :ivar code: what happened, for programs: ``budget_exceeded``, ``overloaded`` or
+    :ivar code: what happened, for programs: ``over_budget``, ``overloaded`` or
         ``unavailable``.
-    :ivar reason: of ``budget_exceeded``: ``exhausted``, ``held``, ``blocked``, ``draining`` or
+    :ivar reason: of ``over_budget``: ``exhausted``, ``held``, ``blocked``, ``draining`` or
         ``closed``.
     """
 
@@ -62,7 +62,7 @@ def refusal_of(error: BaseException) -> Refusal | None:
     and a ``StoreError`` that may pass are 503.
     """
     if isinstance(error, BudgetExceeded):
-        return Refusal(TOO_MANY, _whole(error.retry_after), "budget_exceeded", error.reason)
+        return Refusal(TOO_MANY, _whole(error.retry_after), "over_budget", error.reason)
     if isinstance(error, OutboxFull):
         return Refusal(UNAVAILABLE, _whole(error.retry_after), "overloaded")
     if isinstance(error, StoreError) and error.retryable:

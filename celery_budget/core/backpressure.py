@@ -84,7 +84,9 @@ def wait_seconds(reason: str, needed: int, impossible: bool, pace: Pace | None) 
     expected = UNKNOWN_SECONDS
     if pace.freed > 0:
         # Both may be as large as amounts and times are; the ratio of integers is exact enough.
-        expected = min(LONGEST_SECONDS, needed * max(pace.span_us, 0) / pace.freed / 1_000_000)
+        expected = min(
+            LONGEST_SECONDS, max(needed, 0) * max(pace.span_us, 0) / pace.freed / 1_000_000
+        )
     return expected if left is None else min(expected, left)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,8 +113,8 @@ class Estimator:
 class Estimators:
     """Estimators by name and version; one for each process, as Celery's shared tasks are.
 
-    A task names one by its name, where that has one version only, or by ``"name:version"``. It is
-    looked for when the task is first used, so that it may be registered after the task.
+    A task names one by ``"name:version"``, or by its name where one version is none of the task's
+    shadows. It is looked for when the task is first used, so that it may be registered after that.
     """
 
     def __init__(self) -> None:
@@ -146,20 +146,24 @@ class Estimators:
 
     def _add(self, made: Estimator) -> Estimator:
         with self._lock:
-            versions = self._known.setdefault(made.name, {})
+            versions = self._known.get(made.name, {})
             before = versions.get(made.version)
             if before is not None and _origin(before.estimate) != _origin(made.estimate):
                 raise PolicyError(
                     f"estimator {made.key} is registered already, as {before.estimate!r}; give the "
                     "new one another version"
                 )
-            versions[made.version] = made
+            # Replaced and not changed: who looks takes no lock.
+            self._known[made.name] = {**versions, made.version: made}
         return made
 
-    def find(self, reference: str, version: str | None = None) -> Estimator:
+    def find(
+        self, reference: str, version: str | None = None, aside: Collection[str] = ()
+    ) -> Estimator:
         """Return the estimator that ``"name"`` or ``"name:version"`` stands for.
 
         :param version: which version of ``"name"``; none for the only one.
+        :param aside: those that ``"name"`` alone does not mean, by name and version.
         :raises PolicyError: where there is none, or ``"name"`` has several versions.
         """
         name, _, written = reference.partition(":")
@@ -169,8 +173,10 @@ class Estimators:
             )
         versions = self._known.get(name, {})
         wanted = written or version
-        if wanted is None and len(versions) == 1:
-            return next(iter(versions.values()))
+        known = list(versions.values())
+        meant = [one for one in known if one.key not in aside] or known
+        if wanted is None and len(meant) == 1:
+            return meant[0]
         if wanted in versions:
             return versions[wanted]
         if not versions:
@@ -178,7 +184,7 @@ class Estimators:
                 f"there is no estimator {name!r}; import the module that registers it, wherever "
                 "the task is published"
             )
-        listed = ", ".join(f"{name}:{known}" for known in sorted(versions))
+        listed = ", ".join(f"{name}:{one}" for one in sorted(versions))
         if wanted is None:
             raise PolicyError(f"estimator {name!r} has several versions; give one of {listed}")
         raise PolicyError(f"there is no estimator {name}:{wanted}; there are {listed}")

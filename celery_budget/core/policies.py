@@ -200,7 +200,9 @@ class BudgetPolicy:
         if isinstance(line.estimate, str):
             # The task's version is that of its first line's, which it is told of.
             version = self.version if line is self.lines[0] else None
-            return estimators.find(line.estimate, None if version is None else str(version))
+            aside = [one.key if isinstance(one, Estimator) else one for one in self.shadows]
+            named = None if version is None else str(version)
+            return estimators.find(line.estimate, named, aside)
         return line.estimate
 
     def check(self, task_name: str, signature: inspect.Signature) -> None:

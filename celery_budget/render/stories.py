@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,9 @@ def _facts(told: Row) -> RenderableType:
     }
     if "estimator" in told:
         known["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
+    if told.get("shadows"):
+        answers = json.loads(told["shadows"])
+        known["shadows"] = ", ".join(f"{name}: {number(answers[name])}" for name in sorted(answers))
     known["prices"] = told.get("prices")
     if "reservation_id" in told and told.get("deadline_us") is not None:
         known["deadline"] = moment(told["deadline_us"])

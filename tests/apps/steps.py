@@ -13,7 +13,9 @@ from typing import Any
 from celery import Task, current_app, group, shared_task
 from celery.exceptions import Ignore, Reject
 
-from celery_budget import BudgetedTask, BudgetExceeded, BudgetLine, budgeted, usage
+from celery_budget import BudgetedTask, BudgetExceeded, BudgetLine, budgeted, estimator, usage
+from celery_budget.core.estimators import estimators
+from celery_budget.estimators import by_characters
 from tests.replies import load
 
 TENANT = "tenant:{tenant}"
@@ -42,6 +44,22 @@ def rejected(tenant: str) -> None:
 @shared_task(name="steps.work", acks_late=True)
 def work(value: Any, tenant: str, used: int = 5) -> Any:
     """Use ``used`` units and give ``value`` on."""
+    usage.record(used)
+    return value
+
+
+@estimator("steps", version="2", at_most=90)
+def size(value: Any) -> int:
+    return len(value)
+
+
+estimators.register("steps", by_characters("value", units_per_character=2), version="3")
+
+
+@budgeted(budget=TENANT, estimate="steps:2", shadows=["steps:3", "steps:gone"], stage="estimated")
+@shared_task(name="steps.estimated", acks_late=True)
+def estimated(value: str, tenant: str, used: int) -> str:
+    """Use ``used`` units, whatever was estimated."""
     usage.record(used)
     return value
 

@@ -341,3 +341,24 @@ def test_a_budget_without_a_window_has_no_pace(ledger: Ledger) -> None:
     ledger.conserved = False
     assert isinstance(found["c"], Pace)
     assert ledger.store.read(pace.paces, ledger.root, []) == {}
+
+
+def test_one_statement_and_a_look_tell_the_same(ledger: Ledger) -> None:
+    ledger.set("top", 1000, period="day")
+    ledger.set("b", 100, parent="top", unit=None, period="hour")
+    for used in (1, 5, 9):
+        spend(ledger, 10, used)
+    ledger.adjust("less", -3)
+    age_journal(ledger, 50)
+    ledger.reserve(80)
+    by_admission = refused(ledger, 60).pace
+    by_look = ledger.store.read(pace.paces, ledger.root, ["b", "top"])["b"]
+    assert by_admission is not None
+    assert by_admission.freed == by_look.freed == 9 + 5 + 1 + 3
+    assert by_admission.left_us is not None
+    assert by_look.left_us is not None
+    for one, other in (
+        (by_look.left_us, by_admission.left_us),
+        (by_admission.span_us, by_look.span_us),
+    ):
+        assert one <= other < one + 60 * SECOND

@@ -25,9 +25,11 @@ from celery_budget.errors import (
 )
 from celery_budget.estimators import by_characters
 from celery_budget.store import schema
+from tests.cluster import WAIT
 from tests.integration.commands import Run, runner
 from tests.integration.publication.conftest import logging_kept
 from tests.integration.support import Shop, current
+from tests.integration.tenant import Tenant
 from tests.unit.test_estimators import BY_NAME
 
 
@@ -100,6 +102,30 @@ def test_a_registered_estimator_and_its_shadows_from_admission_to_report(
     assert "mend the estimator before you change a limit" in run(shop.app, "report").out
     [found] = run(shop.app, "suggest", "--stage", "draft", "--json").json["suggestions"]
     assert (found["amount"], found["requests"], found["covered"]) == (3, 1, 0)
+
+
+@pytest.mark.redis
+@pytest.mark.postgres
+def test_versions_are_told_apart_where_workers_run(tenant: Tenant) -> None:
+    """Callers, a worker's children and continuations know one estimator by its name."""
+    task, budget = tenant.task("estimated"), tenant.cluster.budget
+    first = chain(task.si("x" * 30, tenant.name, 45), task.si("y" * 20, tenant.name, 30))
+    assert budget.would_admit(task, ("x" * 30, tenant.name, 45))
+    assert first.apply_async().get(timeout=WAIT) == "y" * 20
+    tenant.spent(75)
+    with pytest.raises(EstimateOutOfBounds):
+        task.delay("x" * 91, tenant.name, 1)
+    with pytest.raises(BudgetExceeded) as caught:
+        task.delay("x" * 26, tenant.name, 1)
+    assert (caught.value.reason, caught.value.retry_after) == ("exhausted", None)
+    assert not budget.would_admit(task, ("x" * 26, tenant.name, 1))
+    rows = [one for one in budget.report().drift if one.stage == "estimated"]
+    assert [(one.version, one.requests, one.estimated, one.actual, one.shadow) for one in rows] == [
+        ("2", 2, 50, 75, False),
+        ("3", 2, 100, 75, True),
+    ]
+    [found] = budget.suggest("estimated")
+    assert (found.amount, found.covered) == (45, 0)
 
 
 @pytest.mark.parametrize(("estimate", "kind"), BY_NAME)

@@ -26,6 +26,7 @@ FUNCTIONS = {
     "budget_decide",
     "budget_limit",
     "budget_move",
+    "budget_pace",
     "budget_reserve",
     "budget_wake",
 }

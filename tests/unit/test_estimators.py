@@ -69,6 +69,8 @@ def test_one_of_several_versions_is_named(registry: Estimators) -> None:
         assert evaluate(policy, "hello") == 200
         assert (policy.estimator, policy.estimator_version) == ("draft", "2")
     assert evaluate(BudgetPolicy("b", "draft:1"), "hello") == 5
+    # A version that is only tried beside it is not what the name means.
+    assert evaluate(BudgetPolicy("b", "draft", shadows=["draft:2"]), "hello") == 5
     said = "several versions; give one of draft:1, draft:2"
     with pytest.raises(PolicyError, match=said):
         evaluate(BudgetPolicy("b", "draft"), "hello")
@@ -302,7 +304,11 @@ def test_a_slow_shadow_is_not_asked_for_ever(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("wrong", ["draft:2", [5], ["6"], [by_length], 7, ["a:"]])
+@pytest.mark.parametrize(
+    "wrong",
+    ["draft:2", [5], ["6"], [by_length], 7, ["a:"]],
+    ids=["text", "number", "digits", "function", "none", "colon"],
+)
 def test_what_cannot_be_shadows_is_refused(wrong: Any) -> None:
     with pytest.raises(PolicyError, match="shadows="):
         BudgetPolicy("b", 1, shadows=wrong)

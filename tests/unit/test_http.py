@@ -21,10 +21,10 @@ def exceeded(retry_after: float | None, reason: str = "exhausted") -> BudgetExce
 
 
 ANSWERS: list[Any] = [
-    (exceeded(12.2), (429, 13, "budget_exceeded", "exhausted")),
-    (exceeded(0.2, "held"), (429, 1, "budget_exceeded", "held")),
-    (exceeded(0.0), (429, 1, "budget_exceeded", "exhausted")),
-    (exceeded(None, "blocked"), (429, None, "budget_exceeded", "blocked")),
+    (exceeded(12.2), (429, 13, "over_budget", "exhausted")),
+    (exceeded(0.2, "held"), (429, 1, "over_budget", "held")),
+    (exceeded(0.0), (429, 1, "over_budget", "exhausted")),
+    (exceeded(None, "blocked"), (429, None, "over_budget", "blocked")),
     (OutboxFull(7, 5, 2.5), (503, 3, "overloaded", None)),
     (OutboxFull(7, 5), (503, None, "overloaded", None)),
 ]
@@ -120,7 +120,7 @@ def test_a_wsgi_application_answers_429(app: Callable[..., Any]) -> None:
     status, headers, body = serve(app)
     assert (status, headers["Retry-After"]) == (429, "13")
     assert json.loads(body) == {
-        "error": "budget_exceeded",
+        "error": "over_budget",
         "reason": "exhausted",
         "retry_after": 13,
     }

@@ -471,3 +471,9 @@ def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:
 def test_two_stories_are_apart() -> None:
     found = lines(stories_view([a_story(), a_story()]))
     assert found[found.index("task         shop.draft[t-1]", 1) - 1] == ""
+
+
+def test_a_story_tells_what_shadows_would_have_promised() -> None:
+    story = a_story(reservation={"shadows": '{"draft:3": 1, "draft:2": 1200}'})
+    shown = [line.split() for line in lines(stories_view([story]))]
+    assert ["shadows", "draft:2:", "1,200,", "draft:3:", "1"] in shown

@@ -6,7 +6,7 @@ RETURNS TABLE (left_us bigint, freed bigint, span_us bigint) LANGUAGE sql STABLE
     WITH clock AS (
         SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint) AS now_us
     ), opened AS (
-        SELECT b.window_us, b.end_us, c.now_us
+        SELECT b.window_us, b.end_us, b.entries, c.now_us
           FROM clock c, budget_balances b
          WHERE b.root = p_root AND b.budget = p_budget AND b.stripe = 0
            AND b.window_us <= c.now_us
@@ -16,9 +16,7 @@ RETURNS TABLE (left_us bigint, freed bigint, span_us bigint) LANGUAGE sql STABLE
         SELECT j.at_us, j.reserved::numeric + j.spent AS change, j.what
           FROM opened o, budget_journal j
          WHERE j.root = p_root AND j.budget = p_budget AND j.window_us = o.window_us
-           AND j.stripe = 0
-         ORDER BY j.entry DESC
-         LIMIT 32
+           AND j.stripe = 0 AND j.entry > o.entries - 32
     )
     SELECT CASE WHEN o.end_us < 9223372036854775807 THEN o.end_us - o.now_us END,
            (SELECT CAST(least(coalesce(sum(-l.change) FILTER (
