@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.identity import new_id
+from celery_budget.core.lanes import Lane
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     Admitted,
@@ -60,6 +61,7 @@ __all__ = [
     "count_refusal",
     "enqueue",
     "outlook",
+    "outlook_through",
     "retry",
     "retry_unclaimed",
 ]
@@ -85,6 +87,7 @@ def admit(
     *,
     continuation: bool = False,
     delivered: bool = False,
+    last: bool = True,
     stop: Stop | None = None,
 ) -> Admitted:
     """Reserve ``request`` with ``message`` in the outbox, or refuse it, or park it.
@@ -93,10 +96,22 @@ def admit(
         refused, and a fault of the store is waited out instead of raised.
         What is new waits by its own wish (``request.parks``), once however often it is asked for.
     :param delivered: a worker has the message already; it is kept, not published.
+    :param last: false where another lane is tried next: what does not fit here is refused,
+        uncounted, and not parked.
     :raises ParkingFull, UnknownBudget, RequestConflict, OutboxFull, QueueFull, StoreError: nothing
         was changed.
     """
     delivered_us = settings.republish_us if delivered else None
+    parks = request.parks and last
+    if continuation and not last:
+        return store.wait_out(
+            stop,
+            continuations.try_continued,
+            request,
+            message,
+            delivered_us=delivered_us,
+            lock_ms=settings.lock_ms,
+        )
     if continuation:
         return store.wait_out(
             stop,
@@ -112,12 +127,12 @@ def admit(
         request,
         message,
         delivered_us=delivered_us,
-        note=not request.parks,
+        note=last and not parks,
         lock_ms=settings.lock_ms,
         bound=None if delivered else settings.max_outbox,
         queues=True,
     )
-    if isinstance(tried, Refused) and request.parks:
+    if isinstance(tried, Refused) and parks:
         tried = store.run(
             continuations.park_new,
             request,
@@ -519,3 +534,27 @@ def outlook(
     """
     found = store.read(looks.look, settings.root, lines, finishing, settings.max_outbox)
     return Outlook(True) if found is None else Outlook(False, error_of(found))
+
+
+def outlook_through(
+    store: Store,
+    settings: Settings,
+    ways: Sequence[tuple[Lane, Sequence[Line]]],
+    weight: int,
+    finishing: bool = False,
+    *,
+    waits: bool = False,
+    stop: Stop | None = None,
+) -> tuple[int, Outlook]:
+    """Return which of several lanes would take a request first, and whether it does; as above.
+
+    :param ways: lanes in the order in which they are tried, with what is drawn on there.
+    :param waits: wait a fault of the store out.
+    :raises StoreError: where the ledger cannot be read.
+    """
+    of = (settings.root, ways, weight, finishing, settings.max_outbox)
+    if waits:
+        number, found = store.wait_out_reading(stop, looks.look_through, *of)
+    else:
+        number, found = store.read(looks.look_through, *of)
+    return number, Outlook(True) if found is None else Outlook(False, error_of(found))

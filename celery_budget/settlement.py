@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
 from celery_budget.core.amounts import check_amount
-from celery_budget.core.budgets import check_unit
+from celery_budget.core.budgets import check_text, check_unit
 from celery_budget.core.deadlines import moment
 from celery_budget.core.reservations import (
     AlreadyExtended,
@@ -64,6 +64,7 @@ from celery_budget.store import (
     in_place,
     lapses,
     silent,
+    turning,
     usage,
 )
 from celery_budget.store import unclaimed as unclaimed_store
@@ -172,13 +173,16 @@ def start(
     request: ReserveRequest,
     delivery: Delivery,
     claim_id: uuid.UUID,
+    *,
+    last: bool = True,
 ) -> Attempt | NotStarted:
     """Admit ``request`` and claim its first attempt, for a run in this process; or why not.
 
     :param delivery: stands for the message that there is none of.
+    :param last: false where another lane is tried next: a refusal is not counted.
     :raises StoreError: nothing is known to have been changed; what was is lost with its lease.
     """
-    started = store.run(in_place.start, request, delivery, claim_id, settings.lease_us)
+    started = store.run(in_place.start, request, delivery, claim_id, settings.lease_us, note=last)
     if not isinstance(started, Claimed):
         return started
     return _in_place(store, settings, delivery, started)
@@ -422,6 +426,18 @@ class Attempt:
             # More is held now: what comes next is measured by that.
             for extended in list(self.exhausted) if unit is None else [str(unit)]:
                 self.exhausted.pop(extended, None)
+        return outcome
+
+    def turn_to(
+        self, lane: object, estimate: object = None
+    ) -> Extended | AlreadyExtended | Refused | Closed:
+        """Draw on a lane's budgets as well; see :func:`celery_budget.usage.turn_to`."""
+        name = check_text(lane, "a lane's name")
+        amount = None if estimate is None else check_amount(estimate, "the estimate")
+        outcome = self._run(turning.turn_to, *self._key, name, amount)
+        if isinstance(outcome, Extended):
+            # What comes next is measured by what is held now.
+            self.exhausted.clear()
         return outcome
 
     def _recorded(self, record: _Record) -> Recorded | AlreadyRecorded:

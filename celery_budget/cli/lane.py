@@ -66,6 +66,15 @@ def _limits(command: Any) -> Any:
     multiple=True,
     help="A queue that it feeds; several times for several. All of them, where any is given.",
 )
+@click.option(
+    "--budget",
+    "budgets",
+    cls=CeleryOption,
+    multiple=True,
+    metavar="NAME[=AMOUNT]|none",
+    help="A budget that is drawn on by what comes through it by a fallback: the estimate, or AMOUNT "
+    "at each start. Several times for several; 'none' for none.",
+)
 @_limits
 @click.option(
     "--max-wait",
@@ -92,6 +101,7 @@ def set_lane(
     /,
     name: str,
     queues: tuple[str, ...],
+    budgets: tuple[str, ...],
     max_wait: str | None,
     preflight: bool | None,
     ageing: int | None,
@@ -107,6 +117,7 @@ def set_lane(
       celery -A proj budget lane set llm --queue llm --max-running-jobs 8
       celery -A proj budget lane set llm --max-queued-units 50_000 --max-wait 2h
       celery -A proj budget lane set llm --max-running-jobs none
+      celery -A proj budget lane set paid --queue llm-paid --budget paid-usd
     """
     terms: dict[str, Any] = {
         key: None if value is NO_LIMIT else value
@@ -115,6 +126,8 @@ def set_lane(
     }
     if queues:
         terms["queues"] = queues
+    if budgets:
+        terms["budgets"] = () if budgets == ("none",) else budgets
     if max_wait is not None:
         terms["max_wait_us"] = _wait(ctx, max_wait)
     if preflight is not None:

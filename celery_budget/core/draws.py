@@ -14,7 +14,17 @@ from celery_budget.core.budgets import MILLION, most
 from celery_budget.core.reservations import Line, Refused
 from celery_budget.errors import PolicyError
 
-__all__ = ["OPEN", "Draw", "Level", "chain", "decide", "limits_in_force", "queued", "short"]
+__all__ = [
+    "OPEN",
+    "Draw",
+    "Level",
+    "chain",
+    "decide",
+    "drawn_by",
+    "limits_in_force",
+    "queued",
+    "short",
+]
 
 #: The state of a budget that takes new requests.
 OPEN = "open"
@@ -122,10 +132,23 @@ def decide(
     :param finishing: whether it continues what was started: the hard stop counts, not the soft.
     :raises PolicyError: where one budget is to be charged by two rules.
     """
-    draws: dict[str, Draw] = {}
-    refused: Refused | None = None
+    draws = drawn_by(lines, levels)
     for line in lines:
         limits = limits_in_force(levels, line.budget)
+        for level in chain(levels, line.budget):
+            refused = short(level, *limits[level.budget], line.amount, finishing)
+            if refused is not None:
+                return refused
+    return tuple(draws.values())
+
+
+def drawn_by(lines: Sequence[Line], levels: Mapping[str, Level]) -> dict[str, Draw]:
+    """Return what lines draw on, by budget, whether it fits or not; see :func:`decide`.
+
+    :raises PolicyError: where one budget is to be charged by two rules.
+    """
+    draws: dict[str, Draw] = {}
+    for line in lines:
         for level in chain(levels, line.budget):
             before = draws.get(level.budget)
             if before is not None and before.charge != line.charge:
@@ -134,8 +157,7 @@ def decide(
             draws[level.budget] = Draw(
                 level.budget, level.unit, level.window_us or 0, amount, line.charge
             )
-            refused = refused or short(level, *limits[level.budget], line.amount, finishing)
-    return refused or tuple(draws.values())
+    return draws
 
 
 def queued(

@@ -20,6 +20,7 @@ _SECOND_US = 1_000_000
 #: The keys of a table: the types of their values, and what to give.
 _KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "queues": ((list,), 'a list of names in quotes, such as ["llm"]'),
+    "budgets": ((list,), 'a list of names in quotes, such as ["free-tokens"]'),
     **dict.fromkeys(LIMITS, ((int, str), 'an integer, or "none"')),
     "max_wait_seconds": ((int, float, str), 'a number of seconds, or "none"'),
     "preflight": ((bool,), "true or false"),
@@ -60,6 +61,7 @@ def terms_of(lane: Lane) -> dict[str, Any]:
     wait = lane.max_wait_us
     return {
         "queues": list(lane.queues),
+        "budgets": [str(one) for one in lane.budgets],
         **{key: getattr(lane, key) for key in LIMITS},
         "max_wait_seconds": None if wait is None else _seconds(wait),
         "preflight": lane.preflight,
@@ -180,7 +182,9 @@ def _plain(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int):
         return f"{value:_}"
-    return ", ".join(value) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(value) or _NONE
+    return str(value)
 
 
 def _toml(value: Any) -> str:

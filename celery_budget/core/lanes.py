@@ -6,13 +6,26 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from celery_budget.core.amounts import check_amount, check_limit
-from celery_budget.core.budgets import check_text
+from celery_budget.core.budgets import check_own_name, check_text
+from celery_budget.core.reservations import START, USED, Line
 from celery_budget.errors import InvalidLane
 
-__all__ = ["AGEING", "LIMITS", "MAX_WAIT_US", "MOST_QUEUES", "TICK_US", "Lane", "Load"]
+__all__ = [
+    "AGEING",
+    "LIMITS",
+    "MAX_WAIT_US",
+    "MOST_BUDGETS",
+    "MOST_QUEUES",
+    "TICK_US",
+    "Lane",
+    "LaneBudget",
+    "Load",
+]
 
 #: How many queues one lane may feed.
 MOST_QUEUES = 100
+#: How many budgets one lane may have.
+MOST_BUDGETS = 20
 #: For how long work may be held back unless its lane says otherwise: a day.
 MAX_WAIT_US = 86_400_000_000
 #: By how many units what waits counts lighter for each second it has waited, unless its lane says.
@@ -45,11 +58,65 @@ class Load:
 
 
 @dataclass(frozen=True)
+class LaneBudget:
+    """A budget that is drawn on by what comes through a lane by a fallback, or turns to it.
+
+    Written ``NAME`` or ``NAME=AMOUNT``.
+
+    :ivar amount: what is charged when an attempt starts, in the budget's unit; none for the
+        request's estimate for the budget it names first, of which what is used is charged.
+    :raises InvalidLane: for a name with ``=``, which could not be written.
+    :raises InvalidName, InvalidAmount: for a name or an amount that is none.
+    """
+
+    budget: str
+    amount: int | None = None
+
+    def __post_init__(self) -> None:
+        check_own_name(self.budget)
+        if "=" in self.budget:
+            raise InvalidLane(
+                f"budget {self.budget!r} cannot be a lane's: what follows '=' is an amount; give "
+                "the budget another name"
+            )
+        if self.amount is not None:
+            check_amount(self.amount, f"the amount for budget {self.budget!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> LaneBudget:
+        """Return the budget that is written so.
+
+        :raises InvalidLane: where its amount is no number, and as by the class.
+        """
+        name, is_given, amount = text.partition("=")
+        if not is_given:
+            return cls(name)
+        try:
+            return cls(name, int(amount))
+        except ValueError:
+            raise InvalidLane(
+                f"{text!r} names budget {name!r} with the amount {amount!r}; give NAME=AMOUNT with "
+                "an integer, or NAME alone for the request's estimate"
+            ) from None
+
+    def line(self, estimate: int) -> Line:
+        """Return what a request with this estimate for the budget it names first draws on it."""
+        if self.amount is None:
+            return Line(self.budget, estimate, USED)
+        return Line(self.budget, self.amount, START)
+
+    def __str__(self) -> str:
+        return self.budget if self.amount is None else f"{self.budget}={self.amount}"
+
+
+@dataclass(frozen=True)
 class Lane:
     """A dispatch channel. Limits are integers from 0; none is no limit, 0 lets nothing through.
 
     :ivar queues: the queues it feeds: what is published to one of them goes through the lane. A
         queue is fed by one lane of a root.
+    :ivar budgets: what is drawn on, beside a request's own budgets, by what comes through the lane
+        by a fallback or turns to it; not by what is sent to its queues plainly.
     :ivar max_queued_jobs: how much may be released and not started.
     :ivar max_running_jobs: how much may run. What is released may start at any time, so queued and
         running together stay within it.
@@ -78,11 +145,13 @@ class Lane:
     paused: bool = False
     preflight: bool = True
     ageing: int = AGEING
+    budgets: tuple[LaneBudget, ...] = ()
 
     def __post_init__(self) -> None:
         check_text(self.name, "a lane's name")
         _check_queues(self.name, self.queues)
         object.__setattr__(self, "queues", tuple(sorted(self.queues)))
+        object.__setattr__(self, "budgets", _checked_budgets(self.name, self.budgets))
         for key in LIMITS:
             check_limit(getattr(self, key), f"{key} of lane {self.name!r}")
         check_limit(self.max_wait_us, f"max_wait of lane {self.name!r}, in microseconds")
@@ -100,6 +169,10 @@ class Lane:
         return {
             one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out
         }
+
+    def lines(self, estimate: int) -> tuple[Line, ...]:
+        """Return what a request with this estimate draws on by coming through the lane."""
+        return tuple(one.line(estimate) for one in self.budgets)
 
     def too_heavy(self, weight: int) -> int | None:
         """Return the limit that work of this weight could never keep to; none where it may run."""
@@ -157,3 +230,22 @@ def _check_queues(name: str, queues: Any) -> None:
         raise InvalidLane(f"lane {name!r} names a queue twice: {', '.join(sorted(queues))}")
     for queue in queues:
         check_text(queue, f"a queue of lane {name!r}")
+
+
+def _checked_budgets(name: str, given: Any) -> tuple[LaneBudget, ...]:
+    if not isinstance(given, (tuple, list)):
+        raise InvalidLane(f"budgets of lane {name!r} are {given!r}; give a list of their names")
+    if len(given) > MOST_BUDGETS:
+        raise InvalidLane(f"lane {name!r} has {len(given)} budgets; {MOST_BUDGETS} are the most")
+    budgets = []
+    for one in given:
+        if not isinstance(one, (str, LaneBudget)):
+            raise InvalidLane(
+                f"lane {name!r} has the budget {one!r}; give its name, or NAME=AMOUNT for what is "
+                "charged at each start"
+            )
+        budgets.append(LaneBudget.parse(one) if isinstance(one, str) else one)
+    names = [one.budget for one in budgets]
+    if len(set(names)) < len(names):
+        raise InvalidLane(f"lane {name!r} names a budget twice: {', '.join(sorted(names))}")
+    return tuple(budgets)

@@ -17,12 +17,13 @@ the next and keeps nobody from the rest of this one.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from celery_budget.errors import PolicyError
 
 __all__ = [
+    "FALLBACK",
     "FIRST_TURN",
     "PARK",
     "RAISE",
@@ -35,8 +36,9 @@ __all__ = [
     "turn_of",
 ]
 
-#: What becomes of a request that does not fit: its caller is told, or it waits.
-RAISE, PARK = "raise", "park"
+#: What becomes of a request that does not fit: its caller is told, or it waits. The third is the
+#: first, of a task that tries several lanes before.
+RAISE, PARK, FALLBACK = "raise", "park", "fallback"
 #: Of work that goes on; turns of new requests begin after it.
 GOES_ON, FIRST_TURN = 0, 1
 #: No request waits longer: thirty years, in seconds.
@@ -47,7 +49,8 @@ MOST_SECONDS = 1_000_000_000
 class Parking:
     """What becomes of a request that is refused; nothing unless given.
 
-    :ivar on_refused: ``raise`` or ``park``; none for what the task declares, or else ``raise``.
+    :ivar on_refused: ``raise`` or ``park``, or ``fallback`` of a task that has one; none for what
+        the task declares, or else ``raise``.
     :ivar park_for: for how many seconds it waits for budget at most; none for what the task
         declares, or else ``budget_park_seconds``. Of what continues running work, which always
         waits, as well.
@@ -58,13 +61,24 @@ class Parking:
     park_for: float | None = None
 
     def __post_init__(self) -> None:
-        if self.on_refused not in (None, RAISE, PARK):
+        if self.on_refused not in (None, RAISE, PARK, FALLBACK):
             raise PolicyError(f"on_refused= is {self.on_refused!r}; give {RAISE!r} or {PARK!r}")
         given = self.park_for
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if given is not None and not (number and 0 < given <= MOST_SECONDS):
             raise PolicyError(
                 f"park_for= is {given!r}; give a number of seconds above 0, at most {MOST_SECONDS}"
+            )
+
+    def check(self, lanes: Sequence[str]) -> None:
+        """Check that it means something for a task that tries these lanes.
+
+        :raises PolicyError: where it is to fall back on none.
+        """
+        if self.on_refused == FALLBACK and not lanes:
+            raise PolicyError(
+                f"on_refused= is {FALLBACK!r} and the task names no lanes; give it fallback=, a "
+                "list of them"
             )
 
     def given_by(self, call: Parking) -> Parking:

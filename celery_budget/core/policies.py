@@ -103,6 +103,8 @@ class BudgetPolicy:
     :ivar deadline: when each call of it is to be over.
     :ivar reuse: for how long its calls join one of the same work.
     :ivar parking: what becomes of its calls that do not fit.
+    :ivar fallback: the lanes that its calls are tried in, in this order; none for the queue that
+        Celery routes them to.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -123,6 +125,7 @@ class BudgetPolicy:
     reuse: Reuse | None = None
     shadows: Sequence[str | Estimator] = ()
     parking: Parking = field(default_factory=Parking)
+    fallback: Sequence[str] | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +147,14 @@ class BudgetPolicy:
                 f"fair_by= is {self.fair_by!r}; give a name, a template such as '{{tenant}}', or a "
                 "callable of the task's arguments"
             )
+        object.__setattr__(self, "fallback", _checked_lanes(self.fallback))
+        self.parking.check(self.lanes)
         self._check_versions()
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes of :attr:`fallback`."""
+        return tuple(self.fallback or ())
 
     def _check_versions(self) -> None:
         own = self.lines[0].estimate
@@ -275,6 +285,19 @@ class BudgetPolicy:
 
 #: What a policy's ``fair_by`` gives, in errors.
 _TENANT = "what fair_by= gives"
+
+
+def _checked_lanes(given: Any) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, (list, tuple)) or not given:
+        raise PolicyError(
+            f"fallback= is {given!r}; give a list of lanes to try in order, at least one"
+        )
+    names = tuple(check_text(one, "a lane of fallback=") for one in given)
+    if len(set(names)) < len(names):
+        raise PolicyError(f"fallback= names a lane twice: {', '.join(names)}")
+    return names
 
 
 def _checked_tenant(name: object) -> str:

@@ -27,6 +27,7 @@ class Terms:
     :ivar ask_shadows: asks the shadows of its estimator; what each would have promised, by name and
         version. Asked where the call is admitted, and not for each look at its terms.
     :ivar parking: what becomes of it where it does not fit.
+    :ivar fallback: the lanes that it is tried in, in this order.
     """
 
     stage: str
@@ -43,14 +44,24 @@ class Terms:
         return json.dumps(asked, sort_keys=True) if asked else None
 
     parking: Parking = field(default_factory=Parking)
+    fallback: tuple[str, ...] = ()
+
+    def parking_of(self, call: Parking) -> Parking:
+        """Return what becomes of a call that does not fit, by what the call says itself.
+
+        :raises PolicyError: where that means nothing for such a task.
+        """
+        parking = self.parking.given_by(call)
+        parking.check(self.fallback)
+        return parking
 
 
 def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, object]) -> Terms:
     """Return the terms of a call of ``task_name`` that makes all of ``calls``, at least one.
 
     They draw on all the budgets that any of them names, in the order in which those are named
-    first; the owner is that of the first call. Stage, estimator, version, tenant, deadline and
-    parking are those of the first call as well.
+    first; the owner is that of the first call. Stage, estimator, version, tenant, deadline,
+    parking and lanes are those of the first call as well.
 
     :param arguments: what the fingerprint is of, beside the task's name.
     :raises InvalidAmount: where a sum is too large.

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -148,6 +149,15 @@ class Batch:
                     "in a block is over before the block is"
                 )
             self._waiting.append(replace(publication, unit=unit))
+
+    def asked(self) -> Counter[str]:
+        """Return how much of each budget is asked for by what waits."""
+        asked: Counter[str] = Counter()
+        with self._lock:
+            for one in self._waiting:
+                for line in one.request.lines if one.request else ():
+                    asked[line.budget] += line.amount
+        return asked
 
     def admit(self, unit: int | None = None) -> None:
         """Admit what was collected since, in one transaction: all, or none and the first error.

@@ -24,6 +24,7 @@ from celery.utils.nodenames import gethostname
 from celery_budget import settlement
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
+from celery_budget.core.lanes import Lane
 from celery_budget.core.parking import Parking
 from celery_budget.core.reservations import (
     AlreadyReserved,
@@ -35,6 +36,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import AttemptLost, AttemptsSpent, PolicyError, RequestNotRun
+from celery_budget.integration import fallbacks
 from celery_budget.integration.context import (
     BOOT_ID,
     attach,
@@ -44,6 +46,7 @@ from celery_budget.integration.context import (
 )
 from celery_budget.integration.deadlines import UNTIL, deadline_of
 from celery_budget.integration.effects import called
+from celery_budget.integration.fallbacks import Way
 from celery_budget.integration.leases import kept
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store.requests import error_of
@@ -68,6 +71,7 @@ FOLLOWS = "budget_follows"
 class Run:
     """One attempt that runs in place.
 
+    :ivar lane: of several that were tried, the one whose budgets it draws on.
     :ivar entered: whether the task's call has begun.
     :ivar over: whether the attempt has ended.
     :ivar otherwise: how it ends where its call does not tell.
@@ -76,6 +80,7 @@ class Run:
     attempt: Attempt
     task_id: str
     nesting: int
+    lane: Lane | None = None
     entered: bool = False
     over: bool = False
     otherwise: str = "raised"
@@ -113,11 +118,12 @@ def apply(
     options = {**dict(zip(APPLY, rest, strict=False)), **given}
     budget = installed_on(task.app)
     before: Run | None = options.pop(FOLLOWS, None)
-    request = _request(budget, task, task.budget_terms(args, kwargs), options)
+    terms: Terms = task.budget_terms(args, kwargs)
+    request = _request(budget, task, terms, options)
     if before is not None and not before.over:
         begun: Run | AlreadyReserved = _go_on(budget, before, request)
     else:
-        begun = _start(budget, request)
+        begun = _start(budget, request, terms.fallback)
     if isinstance(begun, AlreadyReserved):
         logger.info("task %s[%s] was admitted before", task.name, begun.task_id)
         return _repeated(budget, task, begun.task_id, options)
@@ -236,7 +242,7 @@ def _request(
     if type(finishing) is not bool:
         raise PolicyError(f"finishing= of {task.name} is {finishing!r}; give True or False")
     # Nobody could wait in place: it is refused there. What was said has to mean something.
-    Parking(options.pop("on_refused", None), options.pop("park_for", None))
+    terms.parking_of(Parking(options.pop("on_refused", None), options.pop("park_for", None)))
     owner = terms.evaluation.budget
     task_id = checked_id("a task id", options.get("task_id") or _id_of(owner, request_id))
     if request_id is not None and task_id != _id_of(owner, request_id):
@@ -288,20 +294,36 @@ def _continued(budget: CeleryBudget) -> Attempt | None:
     return attempt if attempt is not None and attempt.called else None
 
 
-def _start(budget: CeleryBudget, request: ReserveRequest) -> Run | AlreadyReserved:
-    started = settlement.start(budget.store, budget.settings, request, _delivery(request), new_id())
-    if isinstance(started, Attempt):
-        return Run(started, request.task_id, request.nesting)
-    if isinstance(started, AlreadyReserved):
-        return started
-    if isinstance(started, Closed):
-        raise RequestNotRun(request.task_id, DEADLINE)
-    raise error_of(started)
+def _start(
+    budget: CeleryBudget, request: ReserveRequest, lanes: tuple[str, ...]
+) -> Run | AlreadyReserved:
+    """Begin the first attempt, under the budgets of the first of ``lanes`` that takes it."""
+    ways = fallbacks.ways(budget, request, lanes, {}) if lanes else [Way(request, {})]
+    for way in ways:
+        started = settlement.start(
+            budget.store,
+            budget.settings,
+            way.request,
+            _delivery(request),
+            new_id(),
+            last=way.last,
+        )
+        if isinstance(started, Attempt):
+            return Run(started, request.task_id, request.nesting, way.lane)
+        if isinstance(started, AlreadyReserved):
+            return started
+        if isinstance(started, Closed):
+            raise RequestNotRun(request.task_id, DEADLINE)
+        if way.last or not isinstance(started, Refused):
+            raise error_of(started)
+    raise AssertionError("one of the ways is the last")
 
 
 def _go_on(budget: CeleryBudget, before: Run, request: ReserveRequest) -> Run:
     """Put the next attempt in the place of the one that asked for a retry."""
     request = replace(request, reservation_id=before.attempt.reservation_id, nesting=before.nesting)
+    if before.lane is not None:
+        request = fallbacks.through(request, before.lane)
     going = settlement.go_on(
         budget.store, budget.settings, request, before.attempt, _delivery(request), new_id()
     )
@@ -314,7 +336,7 @@ def _go_on(budget: CeleryBudget, before: Run, request: ReserveRequest) -> Run:
         raise AttemptsSpent(before.task_id, before.attempt.number, DEADLINE)
     if isinstance(going, Closed):
         raise AttemptLost(before.task_id)
-    return Run(going, before.task_id, before.nesting)
+    return Run(going, before.task_id, before.nesting, before.lane)
 
 
 def _delivery(request: ReserveRequest) -> Delivery:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from celery_budget.errors import (
     StoreError,
     UnsupportedPublication,
 )
+from celery_budget.integration import fallbacks
 from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
 from celery_budget.integration.context import (
@@ -52,6 +54,7 @@ from celery_budget.integration.context import (
     parse_header,
 )
 from celery_budget.integration.deadlines import UNTIL, deadline_of, passed_on
+from celery_budget.integration.fallbacks import CHOSEN, NEXT, Choice, Way
 from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.reuse import request_id_of
@@ -91,7 +94,7 @@ class Gate:
             if terms is None:
                 return self._send_plain(call)
             request = self._request(call, terms)
-            return self._publish(call, request)
+            return self._publish(call, request, terms.fallback)
         except StoreError:
             raise
         except BudgetError as error:
@@ -115,7 +118,7 @@ class Gate:
         if call.ours.request_id is not None:
             request_id = checked_id("request_id", call.ours.request_id)
             _check_stands_for(request_id, owner, task_id)
-        parking = terms.parking.given_by(call.ours.parking)
+        parking = terms.parking_of(call.ours.parking)
         request = ReserveRequest(
             reservation_id=new_id(),
             root=self._budget.settings.root,
@@ -163,39 +166,88 @@ class Gate:
             return request
         return replace(request, reservation_id=found[1], plan=found[1])
 
-    def _publish(self, call: _Call, request: ReserveRequest) -> Any:
+    def _publish(self, call: _Call, request: ReserveRequest, lanes: tuple[str, ...]) -> Any:
         """Have Celery's sender make the message, and admit it at the moment it would go out.
 
         In a batch it is admitted with the others. What the sender does afterwards
         (``after_task_publish``) happens for admitted requests only, unless they are in a batch; the
         ``task-sent`` event it may publish goes through the outbox as well.
+
+        :param lanes: those it is tried in. For each that is, the sender makes a message.
         """
         args, kwargs, embed = call.message.body
         embed = fix_link_ids(embed, request.reservation_id)
         embed = passed_on(embed, Deadline(request.within_us, request.deadline_us))
-        steps: list[ReserveRequest] = []
-        if call.ours.reserve is not None and call.origin == "new":
-            steps, embed = plan(self._budget.app, request, embed)
-            if steps:
-                request = replace(request, plan=request.reservation_id, step=0)
-        message = call.message._replace(body=(args, kwargs, embed))
         call.options["headers"] = {
             **(call.options.get("headers") or {}),
             HEADER: header(request.root, request.reservation_id),
         }
         waits = request.unreserved or call.origin == "retry" or _is_step(request)
         batch = None if waits else current_batch(self._budget)
+        whole = call.ours.reserve is not None and call.origin == "new"
+        choice = self._choice(call, batch)
+        ways = self._ways(call, request, lanes, choice if batch or whole else None)
+        steps: list[ReserveRequest] = []
+        if whole:
+            head = ways[0].request
+            steps, embed = plan(self._budget.app, head, embed, choice.step)
+            if steps:
+                head = replace(head, plan=head.reservation_id, step=0)
+                ways = [replace(ways[0], request=head)]
+        call = replace(call, message=call.message._replace(body=(args, kwargs, embed)))
         opened = together(self._budget) if batch or steps else nullcontext()
         with opened as batch:
-            decide = partial(self._decide, call, request) if batch is None else None
-            sink = _Sink(self._budget, call, request, steps, batch, decide)
-            return self._send(
-                RecordingProducer(call.producer, sink), call.name, message, **call.options
-            )
+            for way in ways[:-1]:
+                with suppress(*NEXT):
+                    return self._go(call, way, steps, batch)
+            return self._go(call, ways[-1], steps, batch)
 
-    def _decide(self, call: _Call, request: ReserveRequest, wire: WireMessage) -> Admitted | None:
+    def _choice(self, call: _Call, batch: Batch | None) -> Choice:
+        """Return what chooses the lanes of what is admitted together."""
+        waits, stop = call.waiting
+        asked = Counter() if batch is None else batch.asked()
+        return Choice(self._budget, waits, stop, asked)
+
+    def _ways(
+        self,
+        call: _Call,
+        request: ReserveRequest,
+        lanes: tuple[str, ...],
+        choice: Choice | None,
+    ) -> list[Way]:
+        """Return the ways that a request is tried by, in their order.
+
+        :param choice: chooses one of them before, where it is admitted together with others.
+        """
+        waits, stop = call.waiting
+        if not lanes:
+            return [Way(request, call.options)]
+        if call.origin == "retry":
+            return [Way(fallbacks.kept(self._budget, request, waits, stop), call.options)]
+        if _is_step(request) and call.ours.chosen is not None:
+            lanes = (call.ours.chosen,)
+        if choice is not None:
+            return [choice.of(request, lanes, call.options)]
+        return fallbacks.ways(self._budget, request, lanes, call.options, waits=waits, stop=stop)
+
+    def _go(
+        self, call: _Call, way: Way, steps: Sequence[ReserveRequest], batch: Batch | None
+    ) -> Any:
+        """Have the message made that goes this way, and admit it, or add it to the batch.
+
+        :raises BudgetExceeded, QueueFull: where it is refused.
+        """
+        call = replace(call, options=way.options)
+        decide = partial(self._decide, call, way) if batch is None else None
+        sink = _Sink(self._budget, call, way.request, steps, batch, decide)
+        return self._send(
+            RecordingProducer(call.producer, sink), call.name, call.message, **call.options
+        )
+
+    def _decide(self, call: _Call, way: Way, wire: WireMessage) -> Admitted | None:
         """Admit one message by itself; none where its attempt has lost its fence."""
         store, settings, attempt = self._budget.store, self._budget.settings, call.attempt
+        request = way.request
         if call.origin == "retry" and attempt is not None and not request.unreserved:
             return admission.retry(
                 store, settings, request, wire, attempt.number, attempt.claim_id, attempt.stop
@@ -228,12 +280,13 @@ class Gate:
             wire,
             continuation=delivered.park if delivered else call.origin == "continuation",
             delivered=delivered is not None,
+            last=way.last,
             stop=_stop_of(attempt, delivered),
         )
+        if isinstance(result, Refused) and (delivered is None or not way.last):
+            raise result.error()
         if delivered is not None:
             delivered.admitted = result
-        elif isinstance(result, Refused):
-            raise result.error()
         elif isinstance(result, AlreadyReserved):
             logger.info("task %s[%s] was admitted before", request.task_name, request.task_id)
         elif isinstance(result, Parked):
@@ -279,6 +332,7 @@ class _Ours:
     """The options of a publication that are for us; Celery would make properties of them.
 
     :ivar planned: the reservation of a chain's step that was reserved with the whole chain.
+    :ivar chosen: the lane that was chosen for it then.
     :ivar until_us: until when what it is part of is to be over, as its signature was told.
     :ivar canvas: the id of the canvas whose request id the task's id derives from.
     :ivar made_of: what that canvas is made of.
@@ -293,6 +347,7 @@ class _Ours:
     on_refused: Any = None
     park_for: Any = None
     planned: Any = None
+    chosen: Any = None
     until_us: int | None = None
     canvas: Any = None
     made_of: Any = None
@@ -304,7 +359,15 @@ class _Ours:
         named = {name: options.pop(name, False if name in flags else None) for name in GIVEN}
         canvas, made_of = options.pop(CANVAS, None) or (None, None)
         planned, until_us = options.pop(PLANNED, None), options.pop(UNTIL, None)
-        return cls(**named, planned=planned, until_us=until_us, canvas=canvas, made_of=made_of)
+        chosen = options.pop(CHOSEN, None)
+        return cls(
+            **named,
+            planned=planned,
+            chosen=chosen,
+            until_us=until_us,
+            canvas=canvas,
+            made_of=made_of,
+        )
 
     def check(self, name: str) -> None:
         """Check what was given.
@@ -355,6 +418,16 @@ class _Call:
     ours: _Ours
     origin: str
     attempt: Attempt | None
+
+    @property
+    def waiting(self) -> tuple[bool, Stop | None]:
+        """Whether a fault of the store is waited out, and what ends that.
+
+        It is where a worker's task would fail by it.
+        """
+        delivered = delivered_now()
+        waits = self.origin != "new" or delivered is not None
+        return waits, _stop_of(self.attempt, delivered)
 
     def deadline(self, terms: Terms | None) -> Deadline:
         """Return when it is to be over: by its call, its task's policy, and what it is part of.

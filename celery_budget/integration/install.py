@@ -26,7 +26,7 @@ from celery_budget.errors import (
     RequestRuns,
     UnknownRequest,
 )
-from celery_budget.integration import canvas, eager_canvas, jobs, reuse
+from celery_budget.integration import canvas, eager_canvas, fallbacks, jobs, reuse
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
 from celery_budget.integration.capture import last_of_chord
@@ -202,7 +202,8 @@ class CeleryBudget(Ledger):
         ``budget.would_admit(draft, ("acme",))``: as true or false, with ``error`` (what the
         publication would raise) and ``retry_after``. It holds nothing: by the time of the
         publication another one may have been faster. What is not looked at is whether the request
-        was made before, which would be admitted whatever is left.
+        was made before, which would be admitted whatever is left. Of a task with ``fallback=`` all
+        lanes are looked at, and the error is the last one's.
 
         :param task: a task, its name, or the signature of a single task.
         :param args: its arguments, as of ``apply_async``; of a signature what is added to its own.
@@ -213,9 +214,11 @@ class CeleryBudget(Ledger):
             out what is asked for.
         :raises StoreError: where the ledger cannot be read.
         """
-        asked = lines_of_call(self.app, task, args, kwargs or {}, lines)
+        asked, lanes = lines_of_call(self.app, task, args, kwargs or {}, lines)
         if not asked:
             return Outlook(True)
+        if lanes:
+            return fallbacks.outlook(self, asked, lanes, finishing)
         return admission.outlook(self.store, self.settings, asked, finishing)
 
     def batch(self, *, partial: bool = False) -> Batch:

@@ -33,6 +33,7 @@ class Lanes:
         :return: the lane as it is then.
         :raises InvalidLane, InvalidName, InvalidAmount: for terms that cannot be, and where
             another lane feeds one of its queues. Nothing was changed.
+        ``budgets`` may be given as text: ``["free-tokens", "free-requests=1"]``.
         """
         if "queues" in terms and isinstance(terms["queues"], list):
             terms["queues"] = tuple(terms["queues"])

@@ -60,8 +60,8 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``reuse`` and
-    ``version``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean
+    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``,
+    ``reuse`` and ``version``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they mean
     what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its attempt
     is claimed before its body runs, and what it used is settled before anything follows from it. A
     subclass with a ``__call__`` or a ``retry`` of its own has to call this one. A task without
@@ -104,6 +104,7 @@ class BudgetedTask(GatedTask):
             deadline=Deadline.given(getattr(cls, "deadline", None), cls.__name__),
             shadows=getattr(cls, "shadows", ()),
             parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
+            fallback=getattr(cls, "fallback", None),
             reuse=Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
@@ -126,6 +127,7 @@ class BudgetedTask(GatedTask):
             fingerprint(self.name, evaluation.arguments),
             deadline=policy.deadline,
             parking=policy.parking,
+            fallback=policy.lanes,
             ask_shadows=functools.partial(
                 ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
             ),
@@ -173,6 +175,7 @@ def budgeted(
     version: str | int = "1",
     on_refused: str | None = None,
     park_for: float | None = None,
+    fallback: Sequence[str] | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -222,6 +225,9 @@ def budgeted(
     :param on_refused: ``"park"`` where a call that does not fit waits for budget instead of raising
         ``BudgetExceeded``; ``apply_async(on_refused=…)`` says otherwise for one call.
     :param park_for: for how many seconds at most; ``budget_park_seconds`` unless given.
+    :param fallback: names of lanes, tried in this order in one admission: a request draws on the
+        lane's budgets beside its own, and goes to the lane's queue. What the last one refuses is
+        refused, or with ``on_refused="park"`` waits for that one.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -239,6 +245,7 @@ def budgeted(
         deadline=Deadline.given(deadline, "a task"),
         shadows=shadows,
         parking=Parking(on_refused, park_for),
+        fallback=fallback,
         reuse=Reuse.given(reuse, version),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from celery import Celery
@@ -25,6 +25,9 @@ CANVAS = "budget_canvas"
 
 #: The option of a chain's later step that names the reservation it was planned with.
 PLANNED = "budget_planned"
+
+#: Chooses the lane of a step that may go by several.
+LaneOf = Callable[[ReserveRequest, tuple[str, ...]], tuple[ReserveRequest, Mapping[str, Any]]]
 
 
 def terms_of(
@@ -49,8 +52,10 @@ def lines_of_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
-) -> tuple[Line, ...]:
+) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     """Return what a call draws on, or what explicit lines do; nothing for a task without a budget.
+
+    With it the lanes that the call is tried in.
 
     :raises PolicyError: for what is neither a task nor lines, and for a canvas.
     """
@@ -63,7 +68,7 @@ def lines_of_call(
             else list(lines)
         )
         policy = BudgetPolicy(given)
-        return policy.evaluate("a look", inspect.Signature(), (), {}).lines
+        return policy.evaluate("a look", inspect.Signature(), (), {}).lines, ()
     if isinstance(task, Signature):
         if task.get("subtask_type") not in (None, "xmap", "xstarmap"):
             raise PolicyError(
@@ -76,7 +81,7 @@ def lines_of_call(
     if not isinstance(name, str):
         raise PolicyError(f"{task!r} is no task; give a task, its name or its signature")
     terms = terms_of(app, name, tuple(args), kwargs)
-    return () if terms is None else terms.evaluation.lines
+    return ((), ()) if terms is None else (terms.evaluation.lines, terms.fallback)
 
 
 class _Unknown:
@@ -87,27 +92,34 @@ class _Unknown:
 
 
 def plan(
-    app: Celery, head: ReserveRequest, embed: dict[str, Any]
+    app: Celery, head: ReserveRequest, embed: dict[str, Any], lane: LaneOf
 ) -> tuple[list[ReserveRequest], dict[str, Any]]:
     """Return the later steps of a chain as requests, and ``embed`` with steps that name theirs.
 
     :param head: the request of the chain's first step.
     :param embed: what its message carries; the steps that follow, the last one first.
+    :param lane: returns a step's request as it is in the lane that is chosen for it, with options
+        by which its publication finds that.
     :raises PolicyError: where a step has no budget, is no single task, or asks for what depends on
         what the step before returns.
     """
     requests: list[ReserveRequest] = []
     steps = list(reversed(embed.get("chain") or []))
     for number, step in enumerate(steps, 1):
-        request = _step(app, head, step, number)
+        asked, lanes = _step(app, head, step, number)
+        request, chosen = lane(asked, lanes)
         requests.append(request)
-        options = {**step["options"], PLANNED: header(head.root, request.reservation_id)}
+        planned = header(head.root, request.reservation_id)
+        options = {**step["options"], **chosen, PLANNED: planned}
         # A dictionary is all that a worker needs of a signature.
         steps[number - 1] = {**step, "options": options}
     return requests, {**embed, "chain": list(reversed(steps)) or None}
 
 
-def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveRequest:
+def _step(
+    app: Celery, head: ReserveRequest, step: Any, number: int
+) -> tuple[ReserveRequest, tuple[str, ...]]:
+    """Return a step's request, and the lanes that it may go by."""
     name, options = step["task"], step["options"]
     if step.get("subtask_type") not in (None, "xmap", "xstarmap"):
         raise PolicyError(
@@ -126,7 +138,7 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
     deadline = Deadline(
         earliest(own.within_us, head.within_us), earliest(own.at_us, head.deadline_us)
     )
-    return ReserveRequest(
+    request = ReserveRequest(
         reservation_id=new_id(),
         root=head.root,
         owner=terms.evaluation.budget,
@@ -148,3 +160,4 @@ def _step(app: Celery, head: ReserveRequest, step: Any, number: int) -> ReserveR
         plan=head.reservation_id,
         step=number,
     )
+    return request, terms.fallback

@@ -11,13 +11,14 @@ from celery_budget import metering
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_unit
 from celery_budget.core.deadlines import moment
-from celery_budget.core.reservations import Closed, Extended, Refused
+from celery_budget.core.reservations import AlreadyExtended, Closed, Extended, Refused
 from celery_budget.core.usage import Used
 from celery_budget.errors import ClaimLost, InvalidAmount, PolicyError
 from celery_budget.integration.context import current_attempt
 from celery_budget.integration.effects import step_key
 from celery_budget.integration.replies import record_reply
 from celery_budget.integration.streams import Either, Reading, pass_on, pass_on_async
+from celery_budget.settlement import Attempt
 
 __all__ = [
     "cancelled",
@@ -29,6 +30,7 @@ __all__ = [
     "remaining",
     "seconds_left",
     "stream",
+    "turn_to",
 ]
 
 logger = logging.getLogger(__name__)
@@ -245,7 +247,40 @@ def extend(amount: int, key: str | None = None, unit: str | None = None) -> bool
     if attempt is None:
         logger.warning("%r was to be reserved outside a budgeted task; nothing was", amount)
         return False
-    outcome = attempt.extend(amount, key, unit)
+    return _is_new(attempt, attempt.extend(amount, key, unit))
+
+
+def turn_to(lane: str, estimate: int | None = None) -> bool:
+    """Have the task this thread runs draw on the budgets of ``lane`` as well, on all or on none.
+
+    For work that began in a lane without a price and goes on with what costs something: it passes
+    the gate of that lane's budgets first. What was started may use what is above their soft stops,
+    never what is above their hard stops. What is recorded from then on in their units counts for
+    them too, what was recorded before does not; what they charge at a start is charged at once. The
+    attempts that follow draw on them from the beginning. The task stays in its queue.
+
+    :param lane: the name of a lane with budgets.
+    :param estimate: what is held of those that are charged by use, in their units; none for what
+        was estimated of the budget that the task names first.
+    :return: false where the request draws on them already, and outside of budgeted tasks.
+    :raises BudgetExceeded: where it does not fit; nothing was changed.
+    :raises ClaimLost: where another attempt has taken this one's place.
+    :raises UnknownLane, UnknownBudget: where there is none.
+    :raises PolicyError: where the lane has no budgets.
+    :raises InvalidAmount: for an estimate that is no amount.
+    """
+    attempt = current_attempt()
+    if attempt is None:
+        logger.warning("lane %r was turned to outside a budgeted task; nothing was asked", lane)
+        return False
+    return _is_new(attempt, attempt.turn_to(lane, estimate))
+
+
+def _is_new(attempt: Attempt, outcome: Extended | AlreadyExtended | Refused | Closed) -> bool:
+    """Tell whether an attempt holds more than before.
+
+    :raises BudgetExceeded, ClaimLost: where it could not.
+    """
     if isinstance(outcome, Refused):
         raise outcome.error()
     if isinstance(outcome, Closed):

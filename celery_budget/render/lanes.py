@@ -77,6 +77,7 @@ def lane_view(one: LaneStanding) -> RenderableType:
         Text(),
         facts(
             {
+                "budgets": ", ".join(map(str, lane.budgets)) or None,
                 **limits,
                 "burst": f"{_limit(lane, 'burst_units')} units a second",
                 "longest wait": "any" if wait is None else f"{wait / 1_000_000:,g} s",

@@ -78,6 +78,7 @@ __all__ = [
     "park_new",
     "refit",
     "reserve_or_park",
+    "try_continued",
     "try_parked",
 ]
 
@@ -92,15 +93,29 @@ def reserve_or_park(
     park_us: int,
 ) -> Reserved | AlreadyReserved | Parked:
     """Admit a continuation, or park it; a repeat changes nothing. Locks as :func:`reserve`."""
-    before = ended_unrun(connection, request.root, [request])
-    if before:
-        return before[request.reservation_id]
-    admitted = reserve(
-        connection, request, message, delivered_us=delivered_us, note_refusal=False, lock_ms=lock_ms
+    admitted = try_continued(
+        connection, request, message, delivered_us=delivered_us, lock_ms=lock_ms
     )
     if isinstance(admitted, Refused):
         return Parked(parked.park(connection, request, message, park_us, admitted))
     return admitted
+
+
+def try_continued(
+    connection: Connection,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    delivered_us: int | None,
+    lock_ms: int,
+) -> Reserved | AlreadyReserved | Refused:
+    """Admit a continuation where it fits; nothing of a refusal is noted. As :func:`reserve`."""
+    before = ended_unrun(connection, request.root, [request])
+    if before:
+        return before[request.reservation_id]
+    return reserve(
+        connection, request, message, delivered_us=delivered_us, note_refusal=False, lock_ms=lock_ms
+    )
 
 
 def park_new(

@@ -66,6 +66,8 @@ def start(
     delivery: Delivery,
     claim_id: uuid.UUID,
     lease_us: int,
+    *,
+    note: bool = True,
 ) -> Claimed | NotStarted:
     """Admit a request and claim its first attempt.
 
@@ -73,9 +75,10 @@ def start(
     waits, and finds the first one's. A repeat after a lost answer finds its own claim. ``Closed``
     where its deadline has passed: it has ended then.
 
+    :param note: count a refusal in the reports.
     :raises Unready: as for :func:`celery_budget.store.requests.reserve`.
     """
-    [tried] = reserve_many(connection, request.root, [(request, None)], delivered_us=0)
+    [tried] = reserve_many(connection, request.root, [(request, None)], delivered_us=0, note=note)
     if not isinstance(tried, Reserved):
         return tried
     claimed = attempts.claim(connection, delivery, claim_id, lease_us)

@@ -9,12 +9,13 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.budgets import Budget, Share
 from celery_budget.core.draws import OPEN, Level, decide
-from celery_budget.core.reservations import Backlogged, Line, Refused, Unknown
-from celery_budget.store import backlog, pace
+from celery_budget.core.lanes import Lane
+from celery_budget.core.reservations import Backlogged, Full, Line, Refused, Unknown
+from celery_budget.store import backlog, pace, waiting
 from celery_budget.store.declaring import MAX_DEPTH, templates_for
 from celery_budget.store.levels import levels_of
 
-__all__ = ["look"]
+__all__ = ["look", "look_through"]
 
 
 def look(
@@ -37,8 +38,33 @@ def look(
         return replace(
             decided, pace=pace.paces(connection, root, {decided.budget}).get(decided.budget)
         )
-    waiting = backlog.seen(connection, root, bound)
-    return Backlogged(waiting, bound) if waiting >= bound else None
+    messages = backlog.seen(connection, root, bound)
+    return Backlogged(messages, bound) if messages >= bound else None
+
+
+def look_through(
+    connection: Connection,
+    root: str,
+    ways: Sequence[tuple[Lane, Sequence[Line]]],
+    weight: int,
+    finishing: bool,
+    bound: int,
+) -> tuple[int, Refused | Unknown | Backlogged | Full | None]:
+    """Return the first of several lanes that would take a request now, and what is in its way.
+
+    Nothing is, but for the last lane where none takes it, and for what another lane cannot mend.
+
+    :param ways: lanes, with what the request draws on there.
+    :param weight: what it weighs in a lane.
+    """
+    found: Refused | Unknown | Backlogged | Full | None = None
+    for number, (lane, lines) in enumerate(ways):
+        found = look(connection, root, lines, finishing, bound)
+        if found is None and not finishing:
+            found = waiting.refusal(connection, root, lane, weight)
+        if not isinstance(found, (Refused, Full)):
+            return number, found
+    return len(ways) - 1, found
 
 
 def _with_possible(

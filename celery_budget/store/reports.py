@@ -249,7 +249,7 @@ def orphaned_lines(connection: Connection, root: str) -> Rows:
 
 
 def mismatched_usage(connection: Connection, root: str) -> Rows:
-    """Return lines whose recorded total is not the sum of the usage records."""
+    """Return lines whose recorded total is not the sum of the usage records that count there."""
     sums = (
         sa.select(usage.c.reservation_id, usage.c.unit, total(usage.c.amount).label("amount"))
         .where(usage.c.root == root)
@@ -260,7 +260,10 @@ def mismatched_usage(connection: Connection, root: str) -> Rows:
     return list(
         connection.execute(
             sa.select(
-                reservations.c.task_id, lines.c.budget, lines.c.used, amount.label("recorded")
+                reservations.c.task_id,
+                lines.c.budget,
+                lines.c.used,
+                (amount - lines.c.earlier).label("recorded"),
             )
             .join(lines, same_reservation(lines))
             .outerjoin(
@@ -270,7 +273,11 @@ def mismatched_usage(connection: Connection, root: str) -> Rows:
                     sums.c.unit == lines.c.unit,
                 ),
             )
-            .where(reservations.c.root == root, lines.c.charge == USED, lines.c.used != amount)
+            .where(
+                reservations.c.root == root,
+                lines.c.charge == USED,
+                lines.c.used + lines.c.earlier != amount,
+            )
             .order_by(reservations.c.reservation_id)
         )
     )

@@ -336,6 +336,8 @@ lines = Table(
     Column("unit", String(255), nullable=False, server_default=""),
     # By how much the current attempt has extended what it was to use.
     Column("extended", BigInteger, nullable=False, server_default="0"),
+    # What its request had recorded of its unit before it turned to this budget; no part of used.
+    Column("earlier", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint("root", "reservation_id", "line", name="pk_budget_lines"),
     CheckConstraint("reserved >= 0 AND used >= 0 AND settled >= 0", name="amounts"),
     Index("ix_budget_lines_balance", "root", "budget", "window_us", "stripe"),
@@ -716,6 +718,8 @@ lanes = Table(
     Column("paused", Boolean, nullable=False),
     Column("preflight", Boolean, nullable=False),
     Column("ageing", BigInteger, nullable=False),
+    # As JSON, pairs of name and amount: what is drawn on by what comes through it by a fallback.
+    Column("budgets", Text, nullable=False, server_default="[]"),
     # It feeds nothing any more; what it holds still is let go.
     Column("deleted", Boolean, nullable=False),
     # When its last burst was let go.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -116,10 +116,10 @@ def record(
         for unit in changes:
             changes[unit] += _assume(connection, root, reservation_id, whose[unit], drawn[unit][1])
     metered = [line for unit in changes for line in drawn[unit][1]]
-    totals = {line.line: line.used + changes[line.unit] for line in metered}
+    totals, earlier = _totals(metered, changes)
     if max(totals.values()) > MAX_AMOUNT:
         raise InvalidAmount(f"usage of {max(totals.values())} in one request cannot be counted")
-    write_lines(connection, root, reservation_id, {"used": totals})
+    write_lines(connection, root, reservation_id, {"used": totals, **earlier})
     exceeded = None
     if ended:
         over = _charge_late(connection, root, reservation_id, metered, changes, whose)
@@ -137,6 +137,20 @@ def record(
         exceeded
         and Exceeded(exceeded.budget, exceeded.unit, totals[exceeded.line], exceeded.reserved),
     )
+
+
+def _totals(
+    of: Lines, changes: Mapping[str, int]
+) -> tuple[dict[int, int], dict[str, dict[int, int]]]:
+    """Return what lines have used after their units' use has changed, and what counts elsewhere.
+
+    What is taken back of a time before the request turned to a budget was never counted there.
+    """
+    sums = {line.line: line.used + changes[line.unit] for line in of}
+    under = [line for line in of if sums[line.line] < 0]
+    earlier = {line.line: line.earlier + sums[line.line] for line in under}
+    totals = {number: max(0, used) for number, used in sums.items()}
+    return totals, {"earlier": earlier} if earlier else {}
 
 
 def remaining(
@@ -309,7 +323,7 @@ def _charge_late(
 
     :param changes: by how much the use of each unit has changed, and by ``whose`` attempt.
     """
-    used = {line.line: line.used + changes[line.unit] for line in metered}
+    used, _ = _totals(metered, changes)
     last = connection.execute(
         sa.select(sa.func.max(attempts.c.attempt)).where(
             attempts.c.root == root,
@@ -383,18 +397,13 @@ def take_back(
         usage.update().where(assumed).values(amount=usage.c.amount - usage.c.assumed, assumed=None)
     )
     less = {unit: int(amount) for unit, amount in found}
-    write_lines(
-        connection,
-        root,
-        reservation_id,
-        {
-            "used": {
-                line.line: line.used - less[line.unit]
-                for line in lines_of(connection, root, reservation_id)
-                if line.charge == USED and line.unit in less
-            }
-        },
-    )
+    metered = [
+        line
+        for line in lines_of(connection, root, reservation_id)
+        if line.charge == USED and line.unit in less
+    ]
+    totals, earlier = _totals(metered, {unit: -amount for unit, amount in less.items()})
+    write_lines(connection, root, reservation_id, {"used": totals, **earlier})
     _flag(connection, row, over=False, unmetered=False, told=True)
 
 

@@ -5,6 +5,7 @@ The same decisions as those of the PostgreSQL function ``budget_lane_full``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.amounts import MAX_AMOUNT
-from celery_budget.core.lanes import Lane, Load
+from celery_budget.core.lanes import Lane, LaneBudget, Load
+from celery_budget.core.reservations import Full
 from celery_budget.store.schema import (
     IS_HELD,
     exact_sum,
@@ -24,7 +26,18 @@ from celery_budget.store.schema import (
     outbox,
 )
 
-__all__ = ["FRESH_US", "MOST_COUNTED", "TERMS", "Fed", "fed", "feeding", "has_lanes", "lane_of"]
+__all__ = [
+    "FRESH_US",
+    "MOST_COUNTED",
+    "TERMS",
+    "Fed",
+    "fed",
+    "feeding",
+    "has_lanes",
+    "lane_of",
+    "refusal",
+    "written_budgets",
+]
 
 #: Up to how many messages are counted each time; of more than that a count is good for a while.
 MOST_COUNTED = 500
@@ -70,7 +83,14 @@ def has_lanes(root: str) -> sa.ColumnElement[bool]:
 
 def lane_of(row: sa.Row[Any], queues: Collection[str]) -> Lane:
     """Return the lane that a row of the table declares."""
-    return Lane(row.name, tuple(queues), **{term: getattr(row, term) for term in TERMS})
+    budgets = tuple(LaneBudget(name, amount) for name, amount in json.loads(row.budgets))
+    terms = {term: getattr(row, term) for term in TERMS}
+    return Lane(row.name, tuple(queues), budgets=budgets, **terms)
+
+
+def written_budgets(lane: Lane) -> str:
+    """Return a lane's budgets as its row keeps them."""
+    return json.dumps([(one.budget, one.amount) for one in lane.budgets])
 
 
 def fed(connection: Connection, root: str, queues: Collection[str]) -> dict[str, Fed]:
@@ -101,6 +121,28 @@ def fed(connection: Connection, root: str, queues: Collection[str]) -> dict[str,
             bounded = lane.max_waiting_jobs is not None or lane.max_waiting_units is not None
             found[row.name] = Fed(lane, _waiting(connection, row) if bounded else Load())
     return {row.queue: found[row.name] for row in rows}
+
+
+def refusal(connection: Connection, root: str, lane: Lane, weight: int) -> Full | None:
+    """Return how a lane would turn new work of this weight away now; none where it would not.
+
+    By a look, which counts as :func:`fed` does and notes nothing. Locks nothing.
+    """
+    waiting = Load()
+    if lane.max_waiting_jobs is not None or lane.max_waiting_units is not None:
+        held = sa.select(outbox.c.weight).where(
+            outbox.c.root == root, outbox.c.lane == lane.name, sa.text(IS_HELD)
+        )
+        waiting = _sum(connection, held.limit(MOST_COUNTED + 1))
+        if waiting.jobs > MOST_COUNTED:
+            counted = connection.execute(
+                sa.select(lane_tallies.c.jobs, lane_tallies.c.units).where(
+                    lane_tallies.c.root == root, lane_tallies.c.lane == lane.name
+                )
+            ).one()
+            waiting = Load(max(waiting.jobs, counted.jobs), max(waiting.units, counted.units))
+    found = lane.refusal(weight, waiting)
+    return None if found is None else Full(lane.name, found[0], weight, found[1], found[2])
 
 
 def _is_fresh() -> sa.ColumnElement[bool]:

@@ -22,6 +22,7 @@ RELEASE = "0003"
 #: What came after it, and was empty then.
 SINCE = {
     "usage": {"details", "assumed"},
+    "lines": {"earlier"},
     "reservations": {"prices", "cancelled_us", "lane", "deadline_us", "shadows"},
     "outbox": {"lane", "tenant", "weight"},
     "parked": {"budget", "reason", "amount", "turn", "ahead_us"},

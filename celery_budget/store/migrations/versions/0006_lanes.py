@@ -62,6 +62,9 @@ def upgrade() -> None:
     op.add_column(
         "budget_budgets", sa.Column("weight", sa.Integer, nullable=False, server_default="1")
     )
+    op.add_column(
+        "budget_lines", sa.Column("earlier", sa.BigInteger, nullable=False, server_default="0")
+    )
     _create_lanes()
     measured = sa.text("state = 'settled' AND NOT unmetered")
     op.create_index(
@@ -88,6 +91,7 @@ def _create_lanes() -> None:
         sa.Column("paused", sa.Boolean, nullable=False),
         sa.Column("preflight", sa.Boolean, nullable=False),
         sa.Column("ageing", sa.BigInteger, nullable=False),
+        sa.Column("budgets", sa.Text, nullable=False, server_default="[]"),
         sa.Column("deleted", sa.Boolean, nullable=False),
         sa.Column("ticked_us", sa.BigInteger, nullable=False, server_default="0"),
         sa.Column("after_tenant", sa.String(255), nullable=False, server_default=""),
@@ -205,6 +209,7 @@ def downgrade() -> None:
         op.drop_index(f"ix_budget_outbox_{name}", "budget_outbox")
     for table in ("share_returns", "shares", "lane_tallies", "lane_queues", "lanes"):
         op.drop_table(f"budget_{table}")
+    op.drop_column("budget_lines", "earlier")
     op.drop_column("budget_budgets", "weight")
     for column in ("weight", "tenant", "lane"):
         op.drop_column("budget_outbox", column)
