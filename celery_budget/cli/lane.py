@@ -72,8 +72,8 @@ def _limits(command: Any) -> Any:
     cls=CeleryOption,
     multiple=True,
     metavar="NAME[=AMOUNT]|none",
-    help="A budget that is drawn on by what comes through it by a fallback: the estimate, or AMOUNT "
-    "at each start. Several times for several; 'none' for none.",
+    help="A budget that what comes through it by a fallback draws on: the estimate, or AMOUNT at "
+    "each start. Several times for several; 'none' for none.",
 )
 @_limits
 @click.option(

@@ -161,7 +161,6 @@ def test_a_stream_of_newcomers_passes_nobody_for_ever() -> None:
     "given_",
     [
         {"on_refused": "wait"},
-        {"on_refused": "fallback"},
         {"on_refused": True},
         {"park_for": 0},
         {"park_for": -1},
