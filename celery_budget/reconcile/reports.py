@@ -49,6 +49,7 @@ class Report:
         many are in each state and carry each flag.
     :ivar quarantine: how many messages are in quarantine, by reason; no reason without any.
     :ivar quarantine_bound: how many may be; none where that was not asked for.
+    :ivar lanes: how many requests were admitted in each lane, by name.
     :ivar parked: how much waits for each budget that anything waits for.
     """
 
@@ -60,6 +61,7 @@ class Report:
     quarantine: dict[str, int] = field(default_factory=dict)
     quarantine_bound: int | None = None
     parked: tuple[Queued, ...] = ()
+    lanes: dict[str, int] = field(default_factory=dict)
 
     @property
     def quarantine_full(self) -> bool:
@@ -74,6 +76,7 @@ class Report:
             "counts": self.counts,
             "drift": [drift.as_dict() for drift in self.drift],
             "relays": [relay.as_dict() for relay in self.relays],
+            "lanes": self.lanes,
             "quarantine": self.quarantine,
             "quarantine_full": self.quarantine_full,
             "parked": [queued.as_dict() for queued in self.parked],
@@ -115,6 +118,7 @@ def _report(
         isolated.count_by_reason(connection, root),
         quarantine_bound,
         queued_in(connection, root),
+        reports.by_lane(connection, root),
     )
 
 

@@ -59,6 +59,7 @@ def _facts(told: Row) -> RenderableType:
         "reservation": told.get("reservation_id"),
         "parent": told.get("parent_id"),
         "stage": told.get("stage"),
+        "lane": told.get("lane"),
     }
     if "estimator" in told:
         known["estimator"] = f"{told['estimator']} version {told['estimator_version']}"

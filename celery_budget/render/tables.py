@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -340,13 +340,21 @@ def _plural(count: int, noun: str, ending: str = "s") -> str:
     return noun if count == 1 else noun + ending
 
 
+def lane_counts(counts: Mapping[str, int]) -> RenderableType:
+    """How many requests were admitted in each lane."""
+    rows = [(literal(name), number(count)) for name, count in counts.items()]
+    return table_of(["lane", "admitted"], rows, numbers=["admitted"])
+
+
 def report_view(report: Report) -> RenderableType:
     """Balances, counts, what waits, drift, relays, quarantine and the verdict."""
     waits = [_titled("Parked", queued_table(report.parked))] if report.parked else []
+    lanes = [_titled("Lanes", lane_counts(report.lanes))] if report.lanes else []
     return Group(
         _titled("Budgets", balances_table(report.balances)),
         _titled("Requests", counts_table(report.counts)),
         *waits,
+        *lanes,
         _titled("Estimated and actual", drift_table(report.drift)),
         _titled("Relays", relays_table(report.relays)),
         _titled("Quarantine", quarantine_counts(report.quarantine, report.quarantine_full)),

@@ -30,6 +30,7 @@ from celery_budget.store.schema import (
 )
 
 __all__ = [
+    "by_lane",
     "counts",
     "find_parked",
     "find_reservations",
@@ -84,6 +85,17 @@ def counts(connection: Connection, root: str) -> dict[str, int]:
     waiting = sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
     found["parked"] = connection.execute(waiting).scalar_one()
     return found
+
+
+def by_lane(connection: Connection, root: str) -> dict[str, int]:
+    """Return how many requests were admitted in each lane, by name; none of those without one."""
+    rows = connection.execute(
+        sa.select(reservations.c.lane, sa.func.count())
+        .where(reservations.c.root == root, reservations.c.lane.is_not(None))
+        .group_by(reservations.c.lane)
+        .order_by(reservations.c.lane)
+    )
+    return {lane: int(count) for lane, count in rows}
 
 
 def same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
