@@ -92,12 +92,13 @@ class LaneBudget:
         if not is_given:
             return cls(name)
         try:
-            return cls(name, int(amount))
+            number = int(amount)
         except ValueError:
             raise InvalidLane(
                 f"{text!r} names budget {name!r} with the amount {amount!r}; give NAME=AMOUNT with "
                 "an integer, or NAME alone for the request's estimate"
             ) from None
+        return cls(name, number)
 
     def line(self, estimate: int) -> Line:
         """Return what a request with this estimate for the budget it names first draws on it."""

@@ -298,7 +298,7 @@ def _start(
     budget: CeleryBudget, request: ReserveRequest, lanes: tuple[str, ...]
 ) -> Run | AlreadyReserved:
     """Begin the first attempt, under the budgets of the first of ``lanes`` that takes it."""
-    ways = fallbacks.ways(budget, request, lanes, {}) if lanes else [Way(request, {})]
+    ways = fallbacks.ways(budget, request, lanes, None) if lanes else [Way(request, {})]
     for way in ways:
         started = settlement.start(
             budget.store,

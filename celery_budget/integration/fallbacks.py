@@ -68,22 +68,24 @@ def ways(
     budget: CeleryBudget,
     request: ReserveRequest,
     names: Sequence[str],
-    options: dict[str, Any],
+    options: dict[str, Any] | None,
     *,
     waits: bool = False,
     stop: Stop | None = None,
 ) -> list[Way]:
     """Return the ways of a request through the lanes with these names, in their order.
 
+    :param options: those of Celery's sender; none for what is not sent.
     :param waits: wait a fault of the store out.
     :raises UnknownLane: where there is none.
-    :raises PolicyError: where a lane has a budget that the request draws on already.
+    :raises PolicyError: where a lane has a budget that the request draws on already, and where the
+        application does not know its queue.
     """
     known = _named(budget, names, waits, stop)
     return [
         Way(
             replace(through(request, lane), parks=request.parks and lane is known[-1]),
-            towards(budget.app, options, lane),
+            {} if options is None else towards(budget.app, options, lane),
             lane,
             lane is known[-1],
         )

@@ -41,12 +41,14 @@ def test_a_lane_is_made_changed_shown_and_deleted(on_both: Shop, run: Run) -> No
     done = run(
         app,
         *("lane", "set", "llm", "--queue", queue, "--queue", "more"),
+        *("--budget", "free", "--budget", "calls=1"),
         *("--max-running-units", "10_000", "--max-wait", "2h", "--no-preflight", "--json"),
     )
     assert (done.code, done.err) == (0, "")
     assert done.json == {
         "name": "llm",
         "queues": sorted([queue, "more"]),
+        "budgets": ["free", "calls=1"],
         "max_queued_jobs": None,
         "max_queued_units": None,
         "max_running_jobs": None,
@@ -70,6 +72,9 @@ def test_a_lane_is_made_changed_shown_and_deleted(on_both: Shop, run: Run) -> No
     # Only what is given changes.
     assert run(app, "lane", "set", "llm", "--max-running-jobs", "1").code == 0
     assert run(app, "lane", "set", "llm", "--max-running-units", "none").code == 0
+    assert "free, calls=1" in run(app, "lane", "show", "llm").out
+    assert run(app, "lane", "set", "llm", "--budget", "free=x").failed(1, "NAME=AMOUNT")
+    assert run(app, "lane", "set", "llm", "--budget", "none", "--json").json["budgets"] == []
     [lane] = [one.lane for one in on_both.budget.lanes.list()]
     assert (lane.max_running_jobs, lane.max_running_units, len(lane.queues)) == (1, None, 2)
     assert run(app, "lane", "delete", "llm", "--json").json == {"lane": "llm", "deleted": True}

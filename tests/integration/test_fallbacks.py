@@ -287,12 +287,11 @@ def test_a_lanes_queue_may_be_known_by_its_routing_key(make_shop: Callable[..., 
     shop = make_shop(
         task_queues=[queue], task_default_queue="named", task_create_missing_queues=False
     )
-    lanes(shop, free=6)
-    task = declare(shop)
-    result = task.delay(6)
-    assert chosen(shop) == {result.id: "free"}
+    lanes(shop)
     with pytest.raises(PolicyError, match="'paid-q', which"):
-        task.delay(6)
+        declare(shop, name="falling.unknown").delay(6)
+    result = declare(shop, fallback=["free"]).delay(6)
+    assert chosen(shop) == {result.id: "free"}
     shop.relay()
     assert [one.headers["id"] for one in shop.received("named")] == [result.id]
 
