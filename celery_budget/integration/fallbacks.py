@@ -142,19 +142,18 @@ def lane_of(request: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def kept(
-    budget: CeleryBudget, request: ReserveRequest, waits: bool = True, stop: Stop | None = None
-) -> ReserveRequest:
+def kept(budget: CeleryBudget, request: ReserveRequest, stop: Stop | None) -> ReserveRequest:
     """Return a retry's request, which stays in the lane that its task runs in.
 
-    Where that is gone, what was held by it is asked for again as it was.
+    Where that is gone, what was held by it is asked for again as it was. Waits a fault of the store
+    out.
     """
     task = get_current_worker_task()
     name = None if task is None else lane_of(task.request)
     if name is None:
         return request
     try:
-        [lane] = _named(budget, [name], waits, stop)
+        [lane] = _named(budget, [name], True, stop)
     except UnknownLane:
         return request
     return through(request, lane)

@@ -223,7 +223,10 @@ class Gate:
         if not lanes:
             return [Way(request, call.options)]
         if call.origin == "retry":
-            return [Way(fallbacks.kept(self._budget, request, waits, stop), call.options)]
+            # One that has not claimed holds already what it asked for.
+            if call.attempt is not None:
+                request = fallbacks.kept(self._budget, request, stop)
+            return [Way(request, call.options)]
         if _is_step(request) and call.ours.chosen is not None:
             lanes = (call.ours.chosen,)
         if choice is not None:
