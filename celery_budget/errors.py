@@ -554,9 +554,12 @@ class ParkingFull(BudgetExceeded):
         reason: str,
         most: int,
         bound: int,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
-        self.args = (*self.args, bound)
+        super().__init__(
+            budget, unit, requested, available, limit, reserved, spent, reason, most, retry_after
+        )
+        self.args = (*self.args[:-1], bound, retry_after)
         self.bound = bound
 
     def __str__(self) -> str:

@@ -69,7 +69,8 @@ def wait_seconds(reason: str, needed: int, impossible: bool, pace: Pace | None) 
     """Return in how many seconds a refused request could fit at the earliest; none for never.
 
     What is exhausted has room when its window ends. What is held, or kept for what was parked
-    before, has it once ``needed`` has come back, at the pace of its last changes, and when its window ends at the latest.
+    before, has it once ``needed`` has come back, at the pace of its last changes, and when its
+    window ends at the latest.
 
     :param reason: of the refusal.
     :param needed: how much room is missing.
