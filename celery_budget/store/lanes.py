@@ -381,15 +381,12 @@ def note_answer(
 ) -> None:
     """Note whether a lane's workers answered, and why not. Locks the lane's row.
 
-    A relay that sleeps is woken where they do, and did not before.
+    A relay that sleeps is woken where they do: they are asked where the lane holds something.
     """
-    before = connection.execute(
-        sa.select(lanes.c.awake).where(lanes.c.root == root, lanes.c.name == name).with_for_update()
-    ).scalar()
     connection.execute(
         lanes.update()
         .where(lanes.c.root == root, lanes.c.name == name)
         .values(awake=awake, asleep_reason=reason, checked_us=now_us())
     )
-    if awake and not before:
+    if awake:
         outboxes.wake(connection, root)
