@@ -10,7 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.shares import LANE, MOST_COUNTED, Account, Key, Shares
-from celery_budget.store.insert import insert_new
+from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     budgets,
     exact_sum,
@@ -141,7 +141,7 @@ def write(connection: Connection, root: str, lane: str, accounts: Mapping[Key, A
         statement.on_conflict_do_update(
             index_elements=["root", "lane", "name", "own"],
             set_={name: statement.excluded[name] for name in names},
-        ),
+        ).returning(shares.c.own),
         [
             {
                 "root": root,
@@ -154,21 +154,18 @@ def write(connection: Connection, root: str, lane: str, accounts: Mapping[Key, A
             }
             for key, account in accounts.items()
         ],
-    )
+        execution_options=AT_ONCE,
+    ).all()
     _forget(connection, root, lane)
 
 
 def _forget(connection: Connection, root: str, lane: str) -> None:
+    key = sa.tuple_(shares.c.name, shares.c.own)
     mine = sa.and_(shares.c.root == root, shares.c.lane == lane)
-    old = connection.execute(
+    old = (
         sa.select(shares.c.name, shares.c.own)
         .where(mine, shares.c.served_us < instant() - FORGET_US)
         .order_by(shares.c.served_us)
         .limit(FORGOTTEN)
-    ).all()
-    if old:
-        connection.execute(
-            shares.delete().where(
-                mine, sa.tuple_(shares.c.name, shares.c.own).in_([tuple(row) for row in old])
-            )
-        )
+    )
+    connection.execute(shares.delete().where(mine, key.in_(old)))
