@@ -554,9 +554,12 @@ class ParkingFull(BudgetExceeded):
         reason: str,
         most: int,
         bound: int,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(budget, unit, requested, available, limit, reserved, spent, reason, most)
-        self.args = (*self.args, bound)
+        super().__init__(
+            budget, unit, requested, available, limit, reserved, spent, reason, most, retry_after
+        )
+        self.args = (*self.args[:-1], bound, retry_after)
         self.bound = bound
 
     def __str__(self) -> str:
@@ -599,10 +602,20 @@ class QueueFull(BudgetError):
     :param weight: the units that the request weighs.
     :param waiting: how many jobs, or units, waited when they were last counted.
     :param bound: the lane's limit.
+    :param retry_after: in how many seconds it makes sense to ask again; none where it does not.
     """
 
-    def __init__(self, lane: str, reason: str, weight: int, waiting: int, bound: int) -> None:
-        super().__init__(lane, reason, weight, waiting, bound)
+    def __init__(
+        self,
+        lane: str,
+        reason: str,
+        weight: int,
+        waiting: int,
+        bound: int,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(lane, reason, weight, waiting, bound, retry_after)
+        self.retry_after = retry_after
         self.lane = lane
         self.reason = reason
         self.weight = weight

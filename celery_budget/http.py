@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from celery_budget.core.backpressure import spread
-from celery_budget.errors import BudgetError, BudgetExceeded, OutboxFull, StoreError
+from celery_budget.errors import BudgetError, BudgetExceeded, OutboxFull, QueueFull, StoreError
 
 __all__ = ["ASGIRefusals", "Refusal", "WSGIRefusals", "refusal_of"]
 
@@ -28,12 +28,13 @@ STORE_SECONDS = 5.0
 class Refusal:
     """What to answer to a request that was refused.
 
-    :ivar status: 429 where a budget was short, 503 where it is not the request's fault.
+    :ivar status: 429 where a budget was short or the request too heavy, 503 where it is not the
+        request's fault.
     :ivar retry_after: in whole seconds; none where trying again makes no sense.
-    :ivar code: what happened, for programs: ``over_budget``, ``overloaded`` or
+    :ivar code: what happened, for programs: ``over_budget``, ``too_heavy``, ``overloaded`` or
         ``unavailable``.
-    :ivar reason: of ``over_budget``: ``exhausted``, ``held``, ``blocked``, ``draining`` or
-        ``closed``.
+    :ivar reason: of ``over_budget``: ``exhausted``, ``held``, ``queued``, ``blocked``, ``draining``
+        or ``closed``.
     """
 
     status: int
@@ -58,12 +59,14 @@ class Refusal:
 def refusal_of(error: BaseException) -> Refusal | None:
     """Return what to answer to an error; none where it is no refusal, but a fault of the server's.
 
-    ``BudgetExceeded`` is 429, with Retry-After unless trying again makes no sense; ``OutboxFull``
-    and a ``StoreError`` that may pass are 503.
+    ``BudgetExceeded``, and what is too heavy for its lane, is 429, with Retry-After unless trying
+    again makes no sense; ``OutboxFull``, ``QueueFull`` and a ``StoreError`` that may pass are 503.
     """
     if isinstance(error, BudgetExceeded):
         return Refusal(TOO_MANY, _whole(error.retry_after), "over_budget", error.reason)
-    if isinstance(error, OutboxFull):
+    if isinstance(error, QueueFull) and error.reason == "heavy":
+        return Refusal(TOO_MANY, None, "too_heavy")
+    if isinstance(error, (OutboxFull, QueueFull)):
         return Refusal(UNAVAILABLE, _whole(error.retry_after), "overloaded")
     if isinstance(error, StoreError) and error.retryable:
         after = error.retry_after

@@ -10,8 +10,8 @@ import logging
 from typing import Protocol
 
 from celery_budget.settings import Settings
-from celery_budget.store import Store, lanes
-from celery_budget.store.lanes import ToAsk
+from celery_budget.store import Store, preflight
+from celery_budget.store.preflight import ToAsk
 
 __all__ = ["Preflight", "Workers"]
 
@@ -44,9 +44,9 @@ class Preflight:
 
     def run_once(self) -> int:
         """Ask about each lane that is due to be asked about; return how many that were."""
-        names = self._store.read(lanes.asked, self._root, EVERY_US)
+        names = self._store.read(preflight.asked, self._root, EVERY_US)
         for name in names:
-            lane = self._store.read(lanes.take_to_ask, self._root, name)
+            lane = self._store.read(preflight.take_to_ask, self._root, name)
             if lane is not None:
                 self._ask(lane)
         return len(names)
@@ -56,6 +56,6 @@ class Preflight:
         reason: str | None = None
         for broker in asked.brokers or ("",):
             reason = reason or self._workers.missing(broker, asked.lane.queues, asked.works)
-        self._store.run(lanes.note_answer, self._root, name, reason is None, reason)
+        self._store.run(preflight.note_answer, self._root, name, reason is None, reason)
         if reason is not None:
             logger.info("lane %r releases nothing: %s", name, reason)

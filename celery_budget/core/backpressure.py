@@ -14,7 +14,7 @@ __all__ = ["OUTBOX_SECONDS", "Outlook", "Pace", "spread", "wait_seconds"]
 UNKNOWN_SECONDS = 30.0
 #: What is held may come back sooner than it did of late.
 LONGEST_SECONDS = 3600.0
-#: The messages of a full outbox are counted every two seconds.
+#: What waits in a full outbox, or a full lane, is counted every two seconds.
 OUTBOX_SECONDS = 2.0
 #: Callers that are told the same time come back over a quarter of it, from a second to a minute.
 SHARE = 4
@@ -68,15 +68,16 @@ class Outlook:
 def wait_seconds(reason: str, needed: int, impossible: bool, pace: Pace | None) -> float | None:
     """Return in how many seconds a refused request could fit at the earliest; none for never.
 
-    What is exhausted has room when its window ends. What is held has it once ``needed`` has come
-    back, at the pace of its last changes, and when its window ends at the latest.
+    What is exhausted has room when its window ends. What is held, or kept for what was parked
+    before, has it once ``needed`` has come back, at the pace of its last changes, and when its
+    window ends at the latest.
 
     :param reason: of the refusal.
     :param needed: how much room is missing.
     :param impossible: whether the request is larger than the budget ever has room for.
     :param pace: how soon it may have room; none where that was not looked at.
     """
-    if pace is None or impossible or reason not in ("exhausted", "held"):
+    if pace is None or impossible or reason not in ("exhausted", "held", "queued"):
         return None
     left = None if pace.left_us is None else max(0, pace.left_us) / 1_000_000
     if reason == "exhausted":

@@ -251,6 +251,7 @@ class Crowded:
             one.reason,
             one.most,
             self.bound,
+            one.retry_after,
         )
 
 

@@ -166,7 +166,8 @@ class Batch:
         that runs is parked where it does not fit, and never an error.
 
         :param unit: only this one; the others wait on.
-        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull: nothing was changed.
+        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, QueueFull: nothing was
+            changed.
         :raises StoreError: nothing is known to have been changed.
         """
         waiting = self._take(unit)

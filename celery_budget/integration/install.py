@@ -231,7 +231,8 @@ class CeleryBudget(Ledger):
 
         :param partial: admit what fits; ``batch.refused`` tells of what did not, a canvas being
             one.
-        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, StoreError: at the end.
+        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, QueueFull, StoreError:
+            at the end.
         """
         return Batch(self, self.store, partial=partial)
 
@@ -259,7 +260,8 @@ class CeleryBudget(Ledger):
         :param any_isolation: take transactions above READ COMMITTED as well, whose races end in a
             :class:`StoreError` for the caller to run them again.
         :raises EnlistError: where the connection cannot be enlisted.
-        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, StoreError: at the end.
+        :raises BudgetExceeded, UnknownBudget, RequestConflict, OutboxFull, QueueFull, StoreError:
+            at the end.
         """
         return Enlistment(
             self, connection, immediate=immediate, partial=partial, any_isolation=any_isolation

@@ -419,7 +419,7 @@ class Ledger:
         :raises BudgetExceeded: where the request does not fit its budget now.
         :raises RequestConflict: where the request was admitted again meanwhile.
         :raises RequestEnding: where it has failed just now, and its result is still to be stored.
-        :raises OutboxFull, UnknownBudget: as where it is admitted for the first time.
+        :raises OutboxFull, QueueFull, UnknownBudget: as where it is admitted for the first time.
         """
         root = self.settings.root
         outcome = self.store.run(

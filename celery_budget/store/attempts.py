@@ -192,6 +192,7 @@ def claim(
         )
         if row.charges_start:
             start(connection, root, reservation_id)
+        outbox.wake_lane(connection, row)
         return Claimed(row.attempts + 1, claim_id, elapsed_us, row.deadline_us, left)
     if current is None or current.lease_until_us is None or current.retries != delivery.retries:
         return Running() if row.state == "running" else Closed(str(row.state))
@@ -437,6 +438,7 @@ def end(
         set_reservation(
             connection, root, reservation_id, state="waiting", retries=retries, deliveries=0
         )
+        outbox.wake_lane(connection, row)
         write_end(connection, root, reservation_id, attempt, outcome, is_open=False)
     elif outcome.again is None or not _reject(connection, row, attempt, outcome, outcome.again):
         of = lines_of(connection, root, reservation_id)

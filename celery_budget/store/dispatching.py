@@ -105,14 +105,22 @@ def dispatch(connection: Connection, root: str, name: str) -> int:
     standing = replace(standing, accounts={**standing.accounts, **corrected})
     decision = choose(Snapshot(lane, queued, running, waiting, standing, unseen(seen, each)))
     released = _release(connection, root, [*(one.outbox_id for one in started), *decision.release])
-    shares.write(connection, root, name, {**corrected, **decision.accounts})
+    changed = {**corrected, **decision.accounts}
+    # Another has the rest, and ends it: it was not served.
+    not_mine = set(decision.release) - released
+    missed: dict[str, int] = {}
+    for one in waiting:
+        if one.outbox_id in not_mine:
+            missed[one.tenant] = missed.get(one.tenant, 0) + one.weight
+    changed |= replace(standing, accounts={**standing.accounts, **changed}).corrected(missed)
+    shares.write(connection, root, name, changed)
     if decision.release and lane.burst_units is not None:
         connection.execute(
             lanes.update()
             .where(lanes.c.root == root, lanes.c.name == name)
             .values(ticked_us=now_us())
         )
-    return released
+    return len(released)
 
 
 def _let_go(connection: Connection, root: str, name: str) -> int:
@@ -137,30 +145,28 @@ def _let_go(connection: Connection, root: str, name: str) -> int:
     return len(ids)
 
 
-def _release(connection: Connection, root: str, chosen: Sequence[uuid.UUID]) -> int:
-    """Make held messages due, in this order; return how many still were held and not locked."""
+def _release(connection: Connection, root: str, chosen: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+    """Make held messages due, in this order; return those that still were held and not locked."""
     if not chosen:
-        return 0
-    mine = (
+        return set()
+    mine = set(
         connection.execute(
             sa.select(outbox.c.outbox_id)
             .where(outbox.c.root == root, outbox.c.outbox_id.in_(chosen), sa.text(IS_HELD))
             .order_by(outbox.c.outbox_id)
             .with_for_update(skip_locked=True)
-        )
-        .scalars()
-        .all()
+        ).scalars()
     )
     if not mine:
-        return 0
+        return mine
     # Due now, and in the order in which they were chosen.
-    places = {one: place for place, one in enumerate(reversed(chosen)) if one in set(mine)}
+    places = {one: place for place, one in enumerate(reversed(chosen)) if one in mine}
     connection.execute(
         outbox.update()
-        .where(outbox.c.root == root, outbox.c.outbox_id.in_(mine))
+        .where(outbox.c.root == root, outbox.c.outbox_id.in_(sorted(mine)))
         .values(state="due", due_us=instant() - sa.case(places, value=outbox.c.outbox_id, else_=0))
     )
-    return len(mine)
+    return mine
 
 
 def _heads(connection: Connection, root: str, lane: sa.Row[Any]) -> tuple[list[sa.Row[Any]], int]:

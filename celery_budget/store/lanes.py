@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,11 @@ from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import (
     IS_HELD,
     IS_RELEASED,
-    attempts,
     exact_sum,
     instant,
     lane_queues,
     lane_tallies,
     lanes,
-    now_us,
     outbox,
     reservations,
 )
@@ -38,17 +36,14 @@ __all__ = [
     "Answer",
     "LaneStanding",
     "apply",
-    "asked",
     "declare",
     "delete",
     "find",
     "holds",
     "loads",
     "named",
-    "note_answer",
     "pause",
     "standings",
-    "take_to_ask",
 ]
 
 
@@ -330,91 +325,3 @@ def holds(root: str) -> sa.ColumnElement[bool]:
         outbox.c.root == root, outbox.c.lane == lanes.c.name, sa.text(IS_HELD)
     )
     return held.limit(1).scalar_subquery().is_not(None)
-
-
-def asked(connection: Connection, root: str, every_us: int) -> list[str]:
-    """Return the lanes that hold work and whose workers were not asked for so long.
-
-    Only those with preflight. Locks nothing.
-    """
-    return list(
-        connection.execute(
-            sa.select(lanes.c.name)
-            .where(
-                lanes.c.root == root,
-                lanes.c.preflight,
-                lanes.c.deleted.is_(False),
-                lanes.c.checked_us <= instant() - every_us,
-                holds(root),
-            )
-            .order_by(lanes.c.checked_us, lanes.c.name)
-        ).scalars()
-    )
-
-
-@dataclass(frozen=True)
-class ToAsk:
-    """A lane whose workers are to be asked.
-
-    :ivar brokers: those that the work it holds goes to.
-    :ivar works: whether anything of it runs whose lease is kept: some worker of it lives.
-    """
-
-    lane: Lane
-    brokers: tuple[str, ...]
-    works: bool
-
-
-#: How many of the messages that wait tell to which brokers they go.
-LOOKED_AT = 100
-
-
-def take_to_ask(connection: Connection, root: str, name: str) -> ToAsk | None:
-    """Return what is to be asked about a lane; none where it is gone. Locks nothing."""
-    lane = find(connection, root, name).get(name)
-    if lane is None:
-        return None
-    oldest = (
-        sa.select(outbox.c.broker)
-        .where(outbox.c.root == root, outbox.c.lane == name, sa.text(IS_HELD))
-        .order_by(outbox.c.due_us)
-        .limit(LOOKED_AT)
-    )
-    brokers: Collection[str] = set(connection.execute(oldest).scalars())
-    works = connection.execute(
-        sa.select(attempts.c.attempt)
-        .join(
-            reservations,
-            sa.and_(
-                reservations.c.root == attempts.c.root,
-                reservations.c.reservation_id == attempts.c.reservation_id,
-            ),
-        )
-        .where(
-            attempts.c.root == root,
-            attempts.c.lease_until_us > instant(),
-            attempts.c.ended_us.is_(None),
-            reservations.c.lane == name,
-        )
-        .limit(1)
-    ).first()
-    return ToAsk(lane, tuple(sorted(brokers)), works is not None)
-
-
-def note_answer(
-    connection: Connection, root: str, name: str, awake: bool, reason: str | None
-) -> None:
-    """Note whether a lane's workers answered, and why not. Locks the lane's row.
-
-    A relay that sleeps is woken where they do, and did not before.
-    """
-    before = connection.execute(
-        sa.select(lanes.c.awake).where(lanes.c.root == root, lanes.c.name == name).with_for_update()
-    ).scalar()
-    connection.execute(
-        lanes.update()
-        .where(lanes.c.root == root, lanes.c.name == name)
-        .values(awake=awake, asleep_reason=reason, checked_us=now_us())
-    )
-    if awake and not before:
-        outboxes.wake(connection, root)

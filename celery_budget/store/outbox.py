@@ -49,6 +49,7 @@ __all__ = [
     "tenant_of",
     "unblock",
     "wake",
+    "wake_lane",
 ]
 
 
@@ -171,6 +172,12 @@ def wake(connection: Connection, root: str) -> None:
     """Have a relay that sleeps told at commit (PostgreSQL); elsewhere it looks by itself."""
     if connection.dialect.name == "postgresql":
         connection.execute(sa.select(sa.func.budget_wake(root)))
+
+
+def wake_lane(connection: Connection, reservation: sa.Row[Any]) -> None:
+    """Have a relay that sleeps told that a reservation's lane has room, if it has a lane."""
+    if reservation.lane is not None:
+        wake(connection, reservation.root)
 
 
 def enqueue_many(

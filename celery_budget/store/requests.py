@@ -129,7 +129,12 @@ def error_of(outcome: Tried) -> BudgetError:
         return OutboxFull(outcome.messages, outcome.bound, spread(OUTBOX_SECONDS))
     if isinstance(outcome, Full):
         return QueueFull(
-            outcome.lane, outcome.reason, outcome.weight, outcome.waiting, outcome.bound
+            outcome.lane,
+            outcome.reason,
+            outcome.weight,
+            outcome.waiting,
+            outcome.bound,
+            None if outcome.reason == "heavy" else spread(OUTBOX_SECONDS),
         )
     if isinstance(outcome, Unknown):
         return UnknownBudget(outcome.budget)

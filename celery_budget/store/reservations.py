@@ -346,9 +346,7 @@ def finish(
             ended_us=now_us(),
         )
     )
-    if reservation.lane is not None:
-        # It has room again.
-        outbox.wake(connection, root)
+    outbox.wake_lane(connection, reservation)
 
 
 def release(

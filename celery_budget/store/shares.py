@@ -10,7 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.shares import LANE, MOST_COUNTED, Account, Key, Shares
-from celery_budget.store.insert import insert_new
+from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     budgets,
     exact_sum,
@@ -70,34 +70,43 @@ def give_back(connection: Connection, message: sa.Row[Any]) -> None:
     """Note what was counted for a message and not used, once its request has ended.
 
     What one that never ran weighs; of one that ran the difference to what was charged for its last
-    run. Only a row is written: the dispatcher, which holds the lane's, makes the correction.
+    run. What reached its worker without the lane was not counted before. Only a row is written: the
+    dispatcher, which holds the lane's, makes the correction.
     """
-    line = sa.and_(
-        lines.c.root == message.root,
-        lines.c.reservation_id == message.reservation_id,
-        lines.c.line == 0,
-    )
     by_earlier_runs = (
         sa.select(exact_sum(usage.c.amount))
-        .select_from(usage)
-        .join(
-            reservations,
-            sa.and_(
-                reservations.c.root == usage.c.root,
-                reservations.c.reservation_id == usage.c.reservation_id,
-            ),
-        )
         .where(
             usage.c.root == lines.c.root,
             usage.c.reservation_id == lines.c.reservation_id,
             usage.c.unit == lines.c.unit,
             usage.c.attempt < reservations.c.attempts,
         )
+        .correlate(lines, reservations)
         .scalar_subquery()
     )
-    found = connection.execute(sa.select(lines.c.settled, by_earlier_runs).where(line)).first()
-    charged, earlier = (0, 0) if found is None else found
-    units = message.weight - max(0, charged - int(earlier or 0))
+    found = connection.execute(
+        sa.select(
+            lines.c.settled,
+            by_earlier_runs.label("earlier"),
+            sa.and_(reservations.c.unreserved, reservations.c.attempts <= 1).label("uncounted"),
+        )
+        .join(
+            reservations,
+            sa.and_(
+                reservations.c.root == lines.c.root,
+                reservations.c.reservation_id == lines.c.reservation_id,
+            ),
+        )
+        .where(
+            lines.c.root == message.root,
+            lines.c.reservation_id == message.reservation_id,
+            lines.c.line == 0,
+        )
+    ).first()
+    if found is None:
+        return
+    counted = 0 if found.uncounted else message.weight
+    units = counted - max(0, found.settled - int(found.earlier or 0))
     if units:
         insert_new(
             connection,
@@ -141,7 +150,7 @@ def write(connection: Connection, root: str, lane: str, accounts: Mapping[Key, A
         statement.on_conflict_do_update(
             index_elements=["root", "lane", "name", "own"],
             set_={name: statement.excluded[name] for name in names},
-        ),
+        ).returning(shares.c.own),
         [
             {
                 "root": root,
@@ -154,21 +163,18 @@ def write(connection: Connection, root: str, lane: str, accounts: Mapping[Key, A
             }
             for key, account in accounts.items()
         ],
-    )
+        execution_options=AT_ONCE,
+    ).all()
     _forget(connection, root, lane)
 
 
 def _forget(connection: Connection, root: str, lane: str) -> None:
+    key = sa.tuple_(shares.c.name, shares.c.own)
     mine = sa.and_(shares.c.root == root, shares.c.lane == lane)
-    old = connection.execute(
+    old = (
         sa.select(shares.c.name, shares.c.own)
         .where(mine, shares.c.served_us < instant() - FORGET_US)
         .order_by(shares.c.served_us)
         .limit(FORGOTTEN)
-    ).all()
-    if old:
-        connection.execute(
-            shares.delete().where(
-                mine, sa.tuple_(shares.c.name, shares.c.own).in_([tuple(row) for row in old])
-            )
-        )
+    )
+    connection.execute(shares.delete().where(mine, key.in_(old)))

@@ -251,6 +251,33 @@ def test_what_its_lane_never_let_go_is_not_given_back(shared: Ledger) -> None:
     assert shared.rows("share_returns") == []
 
 
+def test_what_its_worker_had_before_counts_by_what_it_used(shared: Ledger) -> None:
+    lane(shared)
+    request = shared.request(10, budget="b", unreserved=True)
+    shared.admit(request, delivered=True)
+    attempt = shared.run(request)
+    attempt.record(4)
+    assert attempt.end(RETURNED)
+    assert attempt.close()
+    assert [row.units for row in shared.rows("share_returns")] == [-4]
+
+
+def test_what_another_ends_meanwhile_is_not_counted(shared: Ledger) -> None:
+    if shared.store.dialect != "postgresql":
+        pytest.skip("one writer at a time")
+    lane(shared)
+    first, second = reserve(shared, 2, 10, "b")
+    with shared.store.transaction() as connection:
+        connection.execute(
+            sa.select(schema.outbox.c.outbox_id)
+            .where(schema.outbox.c.reservation_id == first.reservation_id)
+            .with_for_update()
+        ).all()
+        assert dispatch(shared) == 1
+    assert [shared.message(one).state for one in (first, second)] == ["held", "due"]
+    assert account(shared, "b") == Account(10)
+
+
 def test_who_estimates_too_little_gains_nothing(shared: Ledger) -> None:
     lane(shared, max_running_jobs=1)
     requests = [*reserve(shared, 40, 1, "b"), *reserve(shared, 20, 10, "c")]

@@ -20,7 +20,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.dispatcher import Dispatcher
 from celery_budget.errors import InvalidLane, QueueFull, UnknownLane
-from celery_budget.store import continuations, dispatching, lanes
+from celery_budget.store import continuations, dispatching, lanes, preflight
 from tests.contract.support import RETURNED, Ledger, admit_many, message_of
 
 Q = "celery"
@@ -483,7 +483,7 @@ def test_a_sleeping_lane_releases_nothing_until_its_workers_answer(funded: Ledge
 
 
 def note(ledger: Ledger, awake: bool, reason: str | None) -> None:
-    ledger.store.run(lanes.note_answer, ledger.root, "llm", awake, reason)
+    ledger.store.run(preflight.note_answer, ledger.root, "llm", awake, reason)
 
 
 def test_two_dispatchers_never_release_more_than_one_may(funded: Ledger) -> None:

@@ -15,15 +15,15 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
-from celery_budget import relay
+from celery_budget import relay, settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import StoreError
 from celery_budget.settings import Settings
-from celery_budget.store import Store, migrate, relays, wakeup
+from celery_budget.store import Store, lanes, migrate, preflight, relays, wakeup
 from tests.cluster import eventually
 from tests.contract.sleepers import NEVER, age, announced, relaying, sleeping, tell
-from tests.contract.support import Ledger
+from tests.contract.support import RETRIED, RETURNED, Ledger
 from tests.services.postgres import PostgresServer, plain_url
 
 pytestmark = [
@@ -297,3 +297,34 @@ def test_a_server_that_restarts_is_waited_out(own_postgres: PostgresServer) -> N
         assert eventually(lambda: list(published)) == [request.task_id]
         eventually(lambda: sleeping(ledger), lambda found: found == [True])
     ledger.store.dispose()
+
+
+def test_a_lane_that_has_room_again_wakes_a_relay(funded: Ledger) -> None:
+    """Where a request of it starts, waits for its retry and ends, and where its workers answer."""
+    funded.set("b", 1000)
+    relay_id = announced(funded)
+    terms = {"queues": ("celery",), "preflight": False}
+    funded.store.run(lanes.declare, funded.root, "llm", terms)
+    first = funded.reserve(1)
+    assert funded.relay().published == 1
+    tell(funded, relay_id, True)
+    with listener(funded) as heard:
+        attempt = funded.run(first)
+        assert heard() == [""]
+        funded.retry(first, attempt)
+        assert heard() == []
+        assert attempt.end(RETRIED)
+        assert heard() == [""]
+        elsewhere = funded.reserve(1, queue="elsewhere")
+        assert heard() == [""]
+        assert funded.run(elsewhere).end(RETURNED)
+        assert heard() == []
+        # One that is held wakes it as one that is due does.
+        last = funded.reserve(1)
+        assert heard() == [""]
+        settlement.revoke(funded.store, funded.root, last.reservation_id, "revoked")
+        assert heard() == [""]
+        funded.store.run(preflight.note_answer, funded.root, "llm", False, "gone")
+        assert heard() == []
+        funded.store.run(preflight.note_answer, funded.root, "llm", True, None)
+        assert heard() == [""]

@@ -383,7 +383,7 @@ def test_export_without_budgets_writes_no_file(
     target = tmp_path / "out.toml"
     assert run(shop.app, "export", "-o", str(target)).failed(1, "there is no budget to export")
     assert not target.exists()
-    assert run(shop.app, "export", "--json").json == {"budgets": []}
+    assert run(shop.app, "export", "--json").json == {"budgets": [], "lanes": []}
 
 
 def test_export_to_where_nothing_can_be_written(shop: Shop, run: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from celery_budget import Lane, QueueFull, budgeted
 from celery_budget.errors import InvalidBudget, UnknownLane
-from celery_budget.store import lanes
+from celery_budget.store import preflight
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop
 
@@ -103,7 +103,9 @@ def test_why_a_lane_holds_work_back_is_shown(on_both: Shop, run: Run) -> None:
     assert words[:6] == ["2", "(12)", "0", "(0)", "0", "(0)"]
     assert " ".join(words[8:]) == "asleep: its workers were not asked lately"
     assert reason == "asleep"
-    on_both.budget.store.run(lanes.note_answer, on_both.budget.settings.root, "llm", False, "gone")
+    on_both.budget.store.run(
+        preflight.note_answer, on_both.budget.settings.root, "llm", False, "gone"
+    )
     assert " ".join(why()[0][8:]) == "asleep: gone"
     on_both.budget.lanes.set("llm", preflight=False)
     assert why()[1] is None

@@ -39,6 +39,8 @@ WAITS: list[Any] = [
     ("held", 1, False, Pace(None, MAX, 0), 0.0),
     ("held", 1, False, Pace(None, 1, -S), 0.0),
     ("held", 1, True, Pace(9 * S, 1, S), None),
+    ("queued", 0, False, Pace(9 * S, 1, S), 0.0),
+    ("queued", 0, False, Pace(9 * S, 0, S), 9.0),
     ("blocked", 1, False, Pace(9 * S, 1, S), None),
     ("draining", 1, False, Pace(9 * S, 1, S), None),
     ("closed", 1, False, Pace(9 * S, 1, S), None),

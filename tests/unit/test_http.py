@@ -12,7 +12,14 @@ from wsgiref.validate import validator
 
 import pytest
 
-from celery_budget.errors import BudgetExceeded, OutboxFull, PolicyError, StoreError, UnknownBudget
+from celery_budget.errors import (
+    BudgetExceeded,
+    OutboxFull,
+    PolicyError,
+    QueueFull,
+    StoreError,
+    UnknownBudget,
+)
 from celery_budget.http import ASGIRefusals, Refusal, WSGIRefusals, refusal_of
 
 
@@ -27,6 +34,8 @@ ANSWERS: list[Any] = [
     (exceeded(None, "blocked"), (429, None, "over_budget", "blocked")),
     (OutboxFull(7, 5, 2.5), (503, 3, "overloaded", None)),
     (OutboxFull(7, 5), (503, None, "overloaded", None)),
+    (QueueFull("llm", "jobs", 7, 5, 5, 2.5), (503, 3, "overloaded", None)),
+    (QueueFull("llm", "heavy", 7, 0, 5), (429, None, "too_heavy", None)),
 ]
 
 

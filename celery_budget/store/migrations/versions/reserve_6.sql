@@ -67,11 +67,11 @@ BEGIN
                     ON b.root = p_root AND b.budget = d.budget AND b.window_us = d.window_us
                    AND b.stripe = 0
                  WHERE d.budget = v_ahead;
-                v_look.limit_amount := coalesce(
-                    budget_limit(p_root, v_ahead, v_now), 9223372036854775807);
-                SELECT div(v_look.limit_amount::numeric * b.soft_stop, 1000000)
-                  INTO v_look.most
-                  FROM budget_budgets b
+                SELECT coalesce(l.amount, 9223372036854775807),
+                       coalesce(div(l.amount * b.soft_stop, 1000000), 9223372036854775807)
+                  INTO v_look.limit_amount, v_look.most
+                  FROM budget_budgets b,
+                       LATERAL (SELECT budget_limit(p_root, v_ahead, v_now) AS amount) l
                  WHERE b.root = p_root AND b.name = v_ahead;
             END IF;
         END IF;
