@@ -312,6 +312,11 @@ def _estimates(
         if line.budget in levels:
             for level in chain(levels, line.budget):
                 asked[level.budget] = max(line.amount, asked.get(level.budget, 0))
+    # What it has turned to since it was asked for, and what is above that.
+    for row in of:
+        if row.budget not in asked:
+            for level in chain(levels, row.budget):
+                asked[level.budget] = max(row.estimate, asked.get(level.budget, 0))
     return {line.line: asked.get(line.budget, line.estimate) for line in of}
 
 

@@ -245,6 +245,21 @@ def test_a_budget_above_both_holds_for_both(funded: Ledger) -> None:
     assert amounts(funded, "mine") == (40, 60)
 
 
+def test_the_next_attempt_holds_above_both_what_either_needs(funded: Ledger) -> None:
+    funded.set("org", 200)
+    funded.set("mine", 100, parent="org")
+    funded.set("theirs", 100, parent="org")
+    lane(funded, "other", "theirs")
+    request = funded.reserve(40, budget="mine")
+    attempt = funded.run(request)
+    attempt.record(10, "before")
+    assert isinstance(attempt.turn_to("other", 50), Extended)
+    following, _ = funded.retry(request, attempt)
+    assert attempt.end(RETRIED)
+    assert lines(funded, request) == {"mine": (50, 10, 0), "org": (60, 10, 0), "theirs": (50, 0, 0)}
+    assert funded.run(following).end(RETURNED)
+
+
 def test_the_next_attempt_draws_on_it_from_the_beginning(funded: Ledger) -> None:
     request = funded.reserve(20)
     attempt = funded.run(request)

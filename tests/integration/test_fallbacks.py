@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery import chain, chord, group
+from celery import Celery, chain, chord, group
 
 from celery_budget import (
     BudgetedTask,
@@ -14,7 +14,9 @@ from celery_budget import (
     BudgetLine,
     PolicyError,
     QueueFull,
+    StoreError,
     UnknownLane,
+    admission,
     budgeted,
     usage,
 )
@@ -106,6 +108,25 @@ def test_a_repeat_is_the_request_it_repeats_in_whichever_lane_that_is(on_both: S
     again = task.apply_async((6,), request_id="order")
     assert (again.id, chosen(on_both)[first.id]) == (first.id, "paid")
     assert held(on_both) == (6, 0, 6)
+
+
+def test_a_fault_is_no_refusal(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what came of the first lane: no other one is tried, and a repeat is safe."""
+    lanes(shop)
+    task = declare(shop)
+    admit = admission.admit
+
+    def admits_and_fails(*args: Any, **options: Any) -> Any:
+        admit(*args, **options)
+        raise StoreError("the answer was lost", retryable=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "admit", admits_and_fails)
+        with pytest.raises(StoreError):
+            task.apply_async((6,), request_id="order")
+    result = task.apply_async((6,), request_id="order")
+    assert (chosen(shop), held(shop)) == ({result.id: "free"}, (6, 6, 0))
+    assert shop.relay().published == 1
 
 
 def test_the_tasks_own_budget_is_asked_in_each_lane(shop: Shop) -> None:
@@ -376,4 +397,27 @@ def test_lanes_through_a_real_worker(embedded_cluster: Cluster) -> None:
         WAIT,
         "all of them in the report",
     )
+    # Where none takes what follows it waits for the last.
+    embedded_cluster.settle()
+    spent = {name: budget.balance(name).spent for name in ("free", "paid")}
+    budget.set("free", limit=spent["free"] + 6)
+    budget.set("paid", limit=spent["paid"] + 5)
+    parked = chain(draft.si(tenant.name), draft.si(tenant.name)).apply_async()
+    tenant.parked(parked.id)
+    [waiting] = budget.parked()
+    assert (waiting.task_id, waiting.budget) == (parked.id, "paid")
+    budget.set("paid", limit=spent["paid"] + 6)
+    assert parked.get(timeout=WAIT) == ["paid-q", "paid"]
+    # What came without a reservation is asked the same, and runs where it is.
+    elsewhere = Celery(
+        "elsewhere", broker=embedded_cluster.app.conf.broker_url, set_as_current=False
+    )
+    elsewhere.conf.broker_transport_options = embedded_cluster.app.conf.broker_transport_options
+    embedded_cluster.settle()
+    budget.set("paid", limit=budget.balance("paid").spent + 6)
+    sent = elsewhere.send_task("falling.turns", (tenant.name, 1), queue="celery")
+    eventually(lambda: budget.explain(sent.id), bool, WAIT, "its reservation")
+    story = tenant.story(sent.id)
+    assert {line["budget"] for line in story.lines} == {tenant.budget, "paid"}
+    assert story.reservation["unreserved"]
     assert budget.reconcile().mismatches == ()
