@@ -21,7 +21,7 @@ from sqlalchemy.pool import Pool
 
 from celery_budget import admission, budgeted, settlement
 from celery_budget.core.identity import new_id
-from celery_budget.core.reservations import AlreadyReserved, Parked, Refused, Reserved
+from celery_budget.core.reservations import AlreadyReserved, Extended, Parked, Refused, Reserved
 from celery_budget.core.usage import Used
 from celery_budget.errors import QueueFull, UnknownBudget
 from celery_budget.settings import Settings
@@ -69,6 +69,9 @@ BASELINE = {
         # With a look whether a relay sleeps.
         "enqueue": Cost(3, 1),
         # Looks whether a lane holds anything.
+        # The lanes of a fallback are read before; each is tried by one admission.
+        "read lanes": Cost(1, 1),
+        "turn": Cost(14, 1),
         "relay nothing": Cost(3, 1),
         "relay": Cost(9, 2),
         # What follows by its key is let go.
@@ -115,6 +118,8 @@ BASELINE = {
         "continue": Cost(7, 1),
         "park": Cost(5, 1),
         "enqueue": Cost(1, 1),
+        "read lanes": Cost(1, 1),
+        "turn": Cost(14, 1),
         "relay nothing": Cost(2, 2),
         "relay": Cost(7, 3),
         "relay in order": Cost(8, 3),
@@ -319,6 +324,20 @@ def test_a_continuation_is_parked(ledger: Ledger, costs: Expect) -> None:
     assert isinstance(admitted, Parked)
 
 
+def test_lanes_of_a_fallback_are_read(ledger: Ledger, costs: Expect) -> None:
+    lane(ledger, budgets=("b",))
+    with costs("read lanes"):
+        assert len(ledger.store.read(lanes.named, ledger.root, ["llm"])) == 1
+
+
+def test_an_attempt_turns_to_a_lane(ledger: Ledger, costs: Expect) -> None:
+    ledger.set("paid", 100)
+    lane(ledger, budgets=("paid",))
+    _, attempt = ledger.start()
+    with costs("turn"):
+        assert isinstance(attempt.turn_to("llm"), Extended)
+
+
 def test_an_attempt_is_claimed(ledger: Ledger, costs: Expect) -> None:
     request = ledger.reserve()
     with costs("claim"):
@@ -421,7 +440,7 @@ def test_messages_are_relayed(ledger: Ledger, costs: Expect, count: int, name: s
         assert ledger.relay().published == count
 
 
-def lane(ledger: Ledger, **terms: int) -> None:
+def lane(ledger: Ledger, **terms: Any) -> None:
     given = {"queues": ("celery",), "preflight": False, **terms}
     ledger.store.run(lanes.declare, ledger.root, "llm", given)
 
