@@ -107,12 +107,13 @@ def _admit(store: Store, settings: Settings, queue: queues.Queue) -> int:
     aged_us = queue.now_us - settings.overtake_us
     fresh = queue.ahead_us is not None and queue.ahead_us > queue.now_us + AHEAD_US // 2
     fits = queue.smallest <= max(queue.room.new, queue.room.finishing)
-    if not fits and (fresh or queue.oldest_us > aged_us):
+    if not fits and not queue.past and (fresh or queue.oldest_us > aged_us):
         return 0
     waiting, room = store.read(queues.heads, settings.root, queue, aged_us, LIMIT)
     planned = parking.plan(waiting, room, aged_us)
+    past = store.read(queues.past, settings.root, queue, LIMIT) if queue.past else []
     admitted = 0
-    for parked_id in planned.tries:
+    for parked_id in dict.fromkeys([*past, *planned.tries]):
         try:
             tried = store.run(
                 continuations.try_parked,

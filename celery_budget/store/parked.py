@@ -17,11 +17,18 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.parking import GOES_ON, turn_of
-from celery_budget.core.reservations import Conflict, Line, Parked, Refused, ReserveRequest
+from celery_budget.core.reservations import (
+    USED,
+    Conflict,
+    Line,
+    Parked,
+    Refused,
+    ReserveRequest,
+)
 from celery_budget.store import deadlines
 from celery_budget.store.insert import insert_new
 from celery_budget.store.outbox import columns_of
-from celery_budget.store.schema import instant, now_us, parked, reservations
+from celery_budget.store.schema import instant, lines, now_us, parked, reservations
 
 #: How many requests are looked for by one statement.
 MOST_KEYS = 2000
@@ -86,6 +93,7 @@ def park(
         deadline_us=_deadline(message, request.park_us or park_us),
         checked_us=0,
         due_us=message.due_us,
+        window_us=_window(request.root, reservation_id, refused.budget),
         **_place(connection, request.root, request.owner, goes_on, refused),
     )
     if inserted:
@@ -107,6 +115,24 @@ def _deadline(message: WireMessage, park_us: int) -> Any:
     if message.expires_us is None:
         return waits
     return sa.case((waits > message.expires_us, message.expires_us), else_=waits)
+
+
+def _window(root: str, reservation_id: uuid.UUID | None, budget: str) -> Any:
+    """Return what stands in a statement for the window that a next attempt is held in."""
+    if reservation_id is None:
+        return None
+    held = (
+        sa.select(lines.c.window_us)
+        .where(
+            lines.c.root == root,
+            lines.c.reservation_id == reservation_id,
+            lines.c.budget == budget,
+            lines.c.charge == USED,
+        )
+        .order_by(lines.c.line.desc())
+        .limit(1)
+    )
+    return held.scalar_subquery()
 
 
 def _place(
@@ -132,12 +158,14 @@ def requeue(connection: Connection, row: sa.Row[Any], refused: Refused) -> None:
 
     In another queue it joins the turn that a newcomer would.
     """
-    if row.budget == refused.budget:
-        place = {"reason": refused.reason, "amount": refused.requested}
-    else:
+    place: dict[str, Any] = {"reason": refused.reason, "amount": refused.requested}
+    changed = any(getattr(row, name) != value for name, value in place.items())
+    if row.budget != refused.budget:
+        changed = True
         place = _place(connection, row.root, row.owner, row.turn == GOES_ON, refused)
         place["ahead_us"] = None
-    if any(getattr(row, name) != value for name, value in place.items()):
+        place["window_us"] = _window(row.root, row.reservation_id, refused.budget)
+    if changed:
         connection.execute(
             parked.update()
             .where(parked.c.root == row.root, parked.c.parked_id == row.parked_id)

@@ -17,11 +17,14 @@ from celery_budget.core.budgets import most
 from celery_budget.core.draws import OPEN, Level, limits_in_force
 from celery_budget.core.parking import GOES_ON, Room, Waiting
 from celery_budget.store.levels import levels_of
-from celery_budget.store.schema import lines, now_us, parked
+from celery_budget.store.schema import balances, lines, now_us, parked
 
-__all__ = ["Queue", "Row", "by_budget", "find", "go_ahead", "heads", "listed", "look"]
+__all__ = ["Queue", "Row", "by_budget", "find", "go_ahead", "heads", "listed", "look", "past"]
 
 Row = sa.Row[Any]
+
+#: How many times as many next attempts of ended windows are looked at as are returned.
+PAST_SEEN = 10
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Queue:
     :ivar smallest: how much the smallest of it needs.
     :ivar oldest_us: since when the oldest waits.
     :ivar ahead_us: until when one of it goes ahead; none where none does.
+    :ivar past: whether a next attempt of it is held in a window that is not the open one.
     :ivar now_us: when this was looked at.
     """
 
@@ -38,6 +42,7 @@ class Queue:
     smallest: int
     oldest_us: int
     ahead_us: int | None
+    past: bool
     now_us: int
     room: Room
 
@@ -71,13 +76,29 @@ def look(connection: Connection, root: str, after: str, limit: int) -> list[Queu
             of(sa.func.min(own.c.amount)).label("smallest"),
             of(sa.func.min(own.c.created_us)).label("oldest_us"),
             of(sa.func.max(own.c.ahead_us), own.c.ahead_us.is_not(None)).label("ahead_us"),
+            of(sa.func.min(own.c.window_us), own.c.window_us.is_not(None)).label("window_us"),
             now_us().label("now_us"),
         )
         .where(short.c.budget.is_not(None))
         .limit(limit)
     ).all()
     known = levels_of(connection, root, [row.budget for row in rows]) if rows else {}
-    return [Queue(**row._mapping, room=_room(known, row.budget)) for row in rows]
+    return [
+        Queue(
+            row.budget,
+            row.smallest,
+            row.oldest_us,
+            row.ahead_us,
+            row.window_us is not None and row.window_us != _open_window(known, row.budget),
+            row.now_us,
+            _room(known, row.budget),
+        )
+        for row in rows
+    ]
+
+
+def _open_window(known: dict[str, Level], name: str) -> int | None:
+    return known[name].window_us if name in known else None
 
 
 def _room(known: dict[str, Level], name: str) -> Room:
@@ -141,6 +162,50 @@ def heads(
         for row in rows
     ]
     return waiting, room
+
+
+def past(connection: Connection, root: str, queue: Queue, limit: int) -> list[uuid.UUID]:
+    """Return the next attempts of a queue that fit windows which have ended, oldest first.
+
+    They go on in the window that admitted them, whatever is left of the open one. Of the oldest
+    some; locks nothing.
+    """
+    known = levels_of(connection, root, [queue.budget])
+    if queue.budget not in known:
+        return []
+    limit_amount, blocked = limits_in_force(known, queue.budget)[queue.budget]
+    if blocked:
+        return []
+    total = most(limit_amount, known[queue.budget].hard_stop)
+    held = (
+        sa.select(
+            parked.c.parked_id, parked.c.root, parked.c.budget, parked.c.window_us, parked.c.amount
+        )
+        .where(
+            parked.c.root == root,
+            parked.c.budget == queue.budget,
+            parked.c.window_us.is_not(None),
+            parked.c.window_us != (_open_window(known, queue.budget) or -1),
+            parked.c.checked_us <= queue.now_us,
+        )
+        .order_by(parked.c.window_us, parked.c.created_us)
+        .limit(PAST_SEEN * limit)
+        .subquery()
+    )
+    found = connection.execute(
+        sa.select(held.c.parked_id)
+        .join(
+            balances,
+            sa.and_(
+                balances.c.root == held.c.root,
+                balances.c.budget == held.c.budget,
+                balances.c.window_us == held.c.window_us,
+            ),
+        )
+        .where(balances.c.reserved + balances.c.spent <= total - held.c.amount)
+        .limit(limit)
+    )
+    return list(found.scalars())
 
 
 def _kept(connection: Connection, root: str, budget: str) -> int:

@@ -588,6 +588,8 @@ parked = Table(
     Column("turn", BigInteger, nullable=False, server_default="0"),
     # Until when nothing else is admitted to that budget, where it goes ahead.
     Column("ahead_us", BigInteger),
+    # Of a next attempt that is charged by use: the window it is held in, be it open or not.
+    Column("window_us", BigInteger),
     PrimaryKeyConstraint("root", "parked_id", name="pk_budget_parked"),
     Index(
         "ux_budget_parked_request",
@@ -604,6 +606,13 @@ parked = Table(
     Index("ix_budget_parked_amount", "root", "budget", "amount"),
     Index("ix_budget_parked_oldest", "root", "budget", "created_us"),
     Index("ix_budget_parked_ahead", "root", "budget", **_when("ahead_us IS NOT NULL")),
+    Index(
+        "ix_budget_parked_window",
+        "root",
+        "budget",
+        "window_us",
+        **_when("window_us IS NOT NULL"),
+    ),
     Index(
         "ix_budget_parked_reservation",
         "root",

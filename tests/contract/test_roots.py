@@ -68,8 +68,8 @@ def functions() -> list[str]:
     """The files of the functions that the migrations lead to, in their order."""
     latest: dict[str, str] = {}
     for version in sorted(VERSIONS.glob("000[2-9]_*.py")):
-        made = re.search(r" _run\(([^)]*)\)", version.read_text("utf-8"))
-        for name in re.findall(r'"(\w+)\.sql"', made[1] if made else ""):
+        made = version.read_text("utf-8").partition("\ndef downgrade")[0]
+        for name in re.findall(r'"(\w+)\.sql"', made):
             latest[name.rpartition("_")[0]] = f"{name}.sql"
     return sorted(latest.values(), key=lambda name: name.startswith("reserve"))
 

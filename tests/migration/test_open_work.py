@@ -25,7 +25,7 @@ SINCE = {
     "lines": {"earlier"},
     "reservations": {"prices", "cancelled_us", "lane", "deadline_us", "shadows"},
     "outbox": {"lane", "tenant", "weight"},
-    "parked": {"budget", "reason", "amount", "turn", "ahead_us"},
+    "parked": {"budget", "reason", "amount", "turn", "ahead_us", "window_us"},
     "quarantine": {"attempts", "used"},
     "attempts": {"pid", "suspected_us", "rerun", "inquires"},
 }

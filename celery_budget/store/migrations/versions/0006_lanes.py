@@ -170,20 +170,23 @@ def _park() -> None:
     ):
         column = sa.Column(name, kind, nullable=False, server_default=default)
         op.add_column("budget_parked", column)
-    op.add_column("budget_parked", sa.Column("ahead_us", sa.BigInteger))
+    for name in ("ahead_us", "window_us"):
+        op.add_column("budget_parked", sa.Column(name, sa.BigInteger))
     # Which one was short is not known; the first it draws on is as good.
     op.execute("UPDATE budget_parked SET budget = owner")
     op.execute("UPDATE budget_parked SET deadline_us = expires_us WHERE expires_us < deadline_us")
     op.drop_index("ix_budget_parked_checked", "budget_parked")
     for name, columns in PARKED.items():
         op.create_index(f"ix_budget_parked_{name}", "budget_parked", ["root", *columns])
-    op.create_index(
-        "ix_budget_parked_ahead",
-        "budget_parked",
-        ["root", "budget"],
-        postgresql_where=sa.text("ahead_us IS NOT NULL"),
-        sqlite_where=sa.text("ahead_us IS NOT NULL"),
-    )
+    for name, columns in (("ahead", []), ("window", ["window_us"])):
+        given = sa.text(f"{name}_us IS NOT NULL")
+        op.create_index(
+            f"ix_budget_parked_{name}",
+            "budget_parked",
+            ["root", "budget", *columns],
+            postgresql_where=given,
+            sqlite_where=given,
+        )
 
 
 def _run(name: str) -> None:
@@ -197,10 +200,10 @@ def downgrade() -> None:
         _run("backlog_3.sql")
         _run("reserve_4.sql")
     op.drop_table("budget_reuse")
-    for name in ("ahead", *PARKED):
+    for name in ("ahead", "window", *PARKED):
         op.drop_index(f"ix_budget_parked_{name}", "budget_parked")
     op.create_index("ix_budget_parked_checked", "budget_parked", ["root", "checked_us"])
-    for column in ("ahead_us", "turn", "amount", "reason", "budget"):
+    for column in ("window_us", "ahead_us", "turn", "amount", "reason", "budget"):
         op.drop_column("budget_parked", column)
     op.drop_index("ix_budget_reservations_measured", "budget_reservations")
     # What a lane holds is published.
