@@ -8,7 +8,7 @@ from celery_budget.core.backpressure import Outlook
 from celery_budget.core.budgets import Balance, Budget, Share
 from celery_budget.core.estimators import Estimator, estimator
 from celery_budget.core.jobs import Job
-from celery_budget.core.lanes import Lane
+from celery_budget.core.lanes import Lane, LaneBudget
 from celery_budget.core.losses import LostAttempt
 from celery_budget.core.periods import Period
 from celery_budget.core.policies import BudgetLine
@@ -93,6 +93,7 @@ __all__ = [
     "Job",
     "KeyConflict",
     "Lane",
+    "LaneBudget",
     "LostAttempt",
     "MissingExtra",
     "NotInstalled",
