@@ -20,7 +20,7 @@ def test_a_request_is_reserved_published_run_and_settled(
     result = cluster.task("draft").delay(6, "a", used=5)
     with pytest.raises(BudgetExceeded) as refusal:
         cluster.task("draft").delay(6, "a")
-    assert refusal.value.args == ("tenant:a", "tokens", 6, 4, 10, 6, 0, "held", 10)
+    assert refusal.value.args[:9] == ("tenant:a", "tokens", 6, 4, 10, 6, 0, "held", 10)
     cluster.worker(pool=pool)
     cluster.beat()
     assert result.get(timeout=WAIT) == 5

@@ -216,7 +216,7 @@ def test_a_refusal_that_a_body_lets_pass_is_its_failure(tenant: Tenant) -> None:
     result = tenant.task("propagate").delay(tenant.name, 5)
     with pytest.raises(BudgetExceeded) as caught:
         result.get(timeout=WAIT)
-    assert caught.value.args == (tenant.budget, "tokens", 5, 4, 10, 6, 0, "held", 10)
+    assert caught.value.args[:9] == (tenant.budget, "tokens", 5, 4, 10, 6, 0, "held", 10)
     assert (caught.value.requested, caught.value.available) == (5, 4)
     tenant.spent(1)
 
