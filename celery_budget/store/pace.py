@@ -15,7 +15,7 @@ from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.backpressure import Pace
 from celery_budget.core.periods import FOREVER_US
 from celery_budget.store.journal import ABSOLUTE
-from celery_budget.store.schema import balances, exact_sum, instant, journal
+from celery_budget.store.schema import balances, instant, journal, wide_sum
 
 __all__ = ["CHANGES", "paces"]
 
@@ -44,7 +44,7 @@ def paces(connection: Connection, root: str, budgets: Collection[str]) -> dict[s
             balances.c.budget,
             balances.c.end_us,
             now.label("now_us"),
-            exact_sum(sa.case((gives, -change), else_=0)).label("freed"),
+            wide_sum(sa.case((gives, -change), else_=0)).label("freed"),
             sa.func.min(journal.c.at_us).label("begun_us"),
         )
         .outerjoin(

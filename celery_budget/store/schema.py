@@ -23,6 +23,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     Uuid,
     and_,
     false,
@@ -70,6 +71,7 @@ __all__ = [
     "shares",
     "untold",
     "usage",
+    "wide_sum",
 ]
 
 metadata = MetaData(naming_convention={"ck": "ck_%(table_name)s_%(constraint_name)s"})
@@ -112,6 +114,42 @@ def _exact_sum_postgresql(element: Any, compiler: Any, **kw: Any) -> str:
 def _exact_sum_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
     # SQLite's own fails beyond 64 bits; this one is the engine's.
     return f"budget_sum({compiler.process(element.clauses, **kw)})"
+
+
+class _Whole(TypeDecorator[int]):
+    """An integer of any size, as :class:`wide_sum` gives it."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_result_value(self, value: Any, dialect: Any) -> int | None:
+        if not isinstance(value, str):
+            return None if value is None else int(value)
+        high, _, low = value.partition(":")
+        return (int(high) << 32) + int(low)
+
+
+class wide_sum(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it stands for
+    """A sum of integers that may pass 64 bits, for a caller's own connection as well.
+
+    Without a function that only the engine's connections have. It is read as a result, and means
+    nothing inside of an expression.
+    """
+
+    type = _Whole()
+    inherit_cache = True
+
+
+@compiles(wide_sum, "postgresql")
+def _wide_sum_postgresql(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"sum({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(wide_sum, "sqlite")
+def _wide_sum_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
+    # In halves, neither of which passes 64 bits.
+    of = compiler.process(element.clauses, **kw)
+    return f"sum(({of}) >> 32) || ':' || sum(({of}) & 4294967295)"
 
 
 def instant() -> Any:

@@ -13,13 +13,13 @@ from celery_budget.core.shares import LANE, MOST_COUNTED, Account, Key, Shares
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     budgets,
-    exact_sum,
     instant,
     lines,
     reservations,
     share_returns,
     shares,
     usage,
+    wide_sum,
 )
 
 __all__ = ["FORGET_US", "give_back", "read", "take_back", "write"]
@@ -74,7 +74,7 @@ def give_back(connection: Connection, message: sa.Row[Any]) -> None:
     dispatcher, which holds the lane's, makes the correction.
     """
     by_earlier_runs = (
-        sa.select(exact_sum(usage.c.amount))
+        sa.select(wide_sum(usage.c.amount))
         .where(
             usage.c.root == lines.c.root,
             usage.c.reservation_id == lines.c.reservation_id,

@@ -18,12 +18,12 @@ from celery_budget.core.lanes import Lane, LaneBudget, Load
 from celery_budget.core.reservations import Full
 from celery_budget.store.schema import (
     IS_HELD,
-    exact_sum,
     lane_queues,
     lane_tallies,
     lanes,
     now_us,
     outbox,
+    wide_sum,
 )
 
 __all__ = [
@@ -177,6 +177,6 @@ def _waiting(connection: Connection, row: sa.Row[Any]) -> Load:
 def _sum(connection: Connection, held: sa.Select[Any]) -> Load:
     weights = held.subquery()
     found = connection.execute(
-        sa.select(sa.func.count().label("jobs"), exact_sum(weights.c.weight).label("units"))
+        sa.select(sa.func.count().label("jobs"), wide_sum(weights.c.weight).label("units"))
     ).one()
     return Load(found.jobs, int(found.units or 0))
