@@ -202,7 +202,8 @@ class CeleryBudget(Ledger):
         ``budget.would_admit(draft, ("acme",))``: as true or false, with ``error`` (what the
         publication would raise) and ``retry_after``. It holds nothing: by the time of the
         publication another one may have been faster. What is not looked at is whether the request
-        was made before, which would be admitted whatever is left.
+        was made before, which would be admitted whatever is left, and whether a lane or the outbox
+        is full.
 
         :param task: a task, its name, or the signature of a single task.
         :param args: its arguments, as of ``apply_async``; of a signature what is added to its own.
