@@ -19,6 +19,7 @@ __all__ = [
     "ENDED",
     "EXPIRED",
     "FAILED",
+    "GIVEN_UP",
     "PARKED",
     "QUARANTINED",
     "QUEUED",
@@ -60,8 +61,12 @@ BY_REASON: Mapping[str, str] = {
     "expired": EXPIRED,
     "deadline": EXPIRED,
     "park_expired": EXPIRED,
+    "wait_expired": EXPIRED,
     "not_claimed": SUCCEEDED,
 }
+
+#: Why a job expired whose stored result is a failure that says so; of others it is ``REVOKED``.
+GIVEN_UP = ("park_expired", "wait_expired")
 
 
 @dataclass(frozen=True)
