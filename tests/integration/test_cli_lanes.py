@@ -76,9 +76,9 @@ def test_a_lane_is_made_changed_shown_and_deleted(on_both: Shop, run: Run) -> No
     assert run(app, "lane", "show", "llm").failed(1, "no lane is called 'llm'")
     assert run(app, "lane", "set", "llm").failed(2, "nothing is to be changed")
     assert run(app, "lane", "set", "llm", "--ageing", "1").failed(1, "feeds no queue")
-    assert run(app, "lane", "set", "llm", "--max-wait", "long").failed(
-        2, "'long' is not a duration"
-    )
+    wrong = run(app, "lane", "set", "llm", "--max-wait", "long")
+    assert wrong.failed(2, "'--max-wait': 'long' is not a duration")
+    assert wrong.failed(2, "12h, 7d or 2w; or 'none' for ever")
     assert run(app, "lane", "pause", "llm").failed(1, "no lane is called 'llm'")
 
 
