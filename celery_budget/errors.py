@@ -238,7 +238,7 @@ class UnknownRequest(BudgetError, LookupError):
         self.some_id = some_id
 
     def __str__(self) -> str:
-        return f"no request {self.some_id!r} was admitted or parked; nothing was changed"
+        return f"no request {self.some_id!r} was admitted or parked"
 
 
 class ResultNotReady(BudgetError):

@@ -41,6 +41,7 @@ class Preflight:
         self._store = store
         self._root = settings.root
         self._workers = workers
+        self._logged: dict[str, str] = {}
 
     def run_once(self) -> int:
         """Ask about each lane that is due to be asked about; return how many that were."""
@@ -57,5 +58,15 @@ class Preflight:
         for broker in asked.brokers or ("",):
             reason = reason or self._workers.missing(broker, asked.lane.queues, asked.works)
         self._store.run(preflight.note_answer, self._root, name, reason is None, reason)
-        if reason is not None:
+        self._log(name, reason)
+
+    def _log(self, name: str, reason: str | None) -> None:
+        """Log why a lane sleeps, once, and that it is awake again."""
+        if reason == self._logged.get(name):
+            return
+        if reason is None:
+            del self._logged[name]
+            logger.info("lane %r is awake: its workers answer", name)
+        else:
+            self._logged[name] = reason
             logger.info("lane %r releases nothing: %s", name, reason)

@@ -174,7 +174,7 @@ def suggest(
     except InvalidAmount as exc:
         raise click.BadParameter(str(exc), param_hint="'--quantile'") from exc
     document = {"suggestions": [one.as_dict() for one in found]}
-    print_out(ctx, document if as_json else suggestions_table(found))
+    print_out(ctx, document if as_json else suggestions_table(found, stage))
 
 
 @budget.command(cls=CeleryCommand)

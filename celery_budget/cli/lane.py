@@ -80,7 +80,7 @@ def _limits(command: Any) -> Any:
     "--max-wait",
     cls=CeleryOption,
     metavar="DURATION|none",
-    help="How long work may be held back: 45s, 30m, 12h, 7d. By default a day.",
+    help="How long work may be held back: 45s, 30m, 12h, 7d, none for ever. By default a day.",
 )
 @click.option(
     "--preflight/--no-preflight",
@@ -147,7 +147,11 @@ def set_lane(
 def _wait(ctx: click.Context, text: str) -> int | None:
     if text.lower() == "none":
         return None
-    lasts: timedelta = DURATION.convert(text, None, ctx)
+    try:
+        lasts: timedelta = DURATION.convert(text, None, ctx)
+    except click.BadParameter as exc:
+        said = f"{exc.message}; or 'none' for ever"
+        raise click.BadParameter(said, ctx, param_hint="'--max-wait'") from None
     return lasts // _MICROSECOND
 
 

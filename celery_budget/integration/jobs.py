@@ -94,7 +94,7 @@ def result(budget: CeleryBudget, task_id: str, owner: str) -> Any:
             return read_value(kept)
     if known.ended_for_us is not None and known.ended_for_us > budget.settings.result_us:
         raise ResultGone(task_id)
-    if state in (jobs.CANCELLED, jobs.EXPIRED):
+    if state in (jobs.CANCELLED, jobs.EXPIRED) and known.reason not in jobs.GIVEN_UP:
         raise TaskRevokedError(known.reason or known.outcome or state)
     meta = _stored(budget, task_id, quietly=False)
     told = None if meta is None else meta["status"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 from celery_budget import reconcile as shown
-from celery_budget.core.lanes import Lane
+from celery_budget.core.lanes import LIMITS, Lane
+from celery_budget.errors import InvalidLane
 from celery_budget.settings import Settings
 from celery_budget.store import Store, lanes
 
 __all__ = ["Lanes"]
+
+
+#: What :meth:`Lanes.set` takes.
+_TERMS = ("queues", *LIMITS, "max_wait_seconds", "max_wait_us", "preflight", "ageing")
 
 
 class _Kept(Protocol):
@@ -29,15 +37,15 @@ class Lanes:
     def set(self, name: str, **terms: Any) -> Lane:
         """Make the lane ``name`` or change it; only the terms that are given change.
 
-        :param terms: those of :class:`~celery_budget.Lane`, but for ``paused``.
+        :param terms: those of :class:`~celery_budget.Lane`, but for ``paused``;
+            ``max_wait_seconds`` (or a timedelta) in place of ``max_wait_us``.
         :return: the lane as it is then.
         :raises InvalidLane, InvalidName, InvalidAmount: for terms that cannot be, and where
             another lane feeds one of its queues. Nothing was changed.
         ``budgets`` may be given as text: ``["free-tokens", "free-requests=1"]``.
         """
-        if "queues" in terms and isinstance(terms["queues"], list):
-            terms["queues"] = tuple(terms["queues"])
-        return self._kept.store.run(lanes.declare, self._kept.settings.root, name, terms)
+        given = _terms_of(name, terms)
+        return self._kept.store.run(lanes.declare, self._kept.settings.root, name, given)
 
     def pause(self, name: str) -> Lane:
         """Have the lane ``name`` let go nothing until it is resumed.
@@ -72,3 +80,38 @@ class Lanes:
         :raises UnknownLane: where there is none.
         """
         return shown.lane_standings(self._kept.store, self._kept.settings, name)[0]
+
+
+def _terms_of(name: str, terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the terms as a lane has them.
+
+    :raises InvalidLane: for one that there is none of, and a time that is none.
+    """
+    given = dict(terms)
+    for term in given:
+        if term not in _TERMS:
+            near = difflib.get_close_matches(term, _TERMS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_TERMS)}"
+            if term == "paused":
+                hint = "pause it by lanes.pause(name)"
+            raise InvalidLane(f"lane {name!r} has no such term: {term!r}; {hint}")
+    if isinstance(given.get("queues"), list):
+        given["queues"] = tuple(given["queues"])
+    if "max_wait_seconds" in given:
+        wait = given.pop("max_wait_seconds")
+        given["max_wait_us"] = None if wait is None else _microseconds(name, wait)
+    return given
+
+
+def _microseconds(name: str, wait: object) -> int:
+    if isinstance(wait, timedelta):
+        return wait // timedelta(microseconds=1)
+    try:
+        if isinstance(wait, (int, float)) and not isinstance(wait, bool) and wait >= 0:
+            return round(wait * 1_000_000)
+    except (OverflowError, ValueError):
+        pass
+    raise InvalidLane(
+        f"max_wait_seconds of lane {name!r} is {wait!r}; give a number of seconds, a timedelta, or "
+        "None for ever"
+    )

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 #: How long workers are given to answer.
 PING_SECONDS = 1.0
 
+#: What is said of workers that cannot be asked, as far as the application here tells.
+_DEAF = ", or none can say so: worker_enable_remote_control is off (turn it on, or preflight off)"
+
 
 class _Enough(Exception):
     """All that was to be heard was heard."""
@@ -62,8 +65,13 @@ class CeleryWorkers:
                     consumed = self._consumed(broker, wanted) if consumed is None else consumed
                     consumers = int(name in consumed)
                 if consumers == 0:
-                    return f"no worker consumes queue {name!r}"
+                    missing = f"no worker consumes queue {name!r}"
+                    return missing if consumed is None else missing + self._deaf()
         return None
+
+    def _deaf(self) -> str:
+        """Return why workers that were asked may not have heard it; empty where they should."""
+        return "" if self._app.conf.worker_enable_remote_control else _DEAF
 
     def _names(self, queue: str) -> set[str]:
         """Return the names of queues for what a lane calls a queue: their routing key, or name."""

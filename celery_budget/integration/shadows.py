@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from celery_budget.core.estimators import Estimator, is_thrown_in
 from celery_budget.core.policies import BudgetPolicy
 from celery_budget.core.prices import Pricing
+from celery_budget.errors import BudgetError
 
 __all__ = ["SLOW_SECONDS", "Watch", "ask_shadows"]
 
@@ -57,11 +58,13 @@ class Watch:
         self._told.add(name)
         logger.warning(
             "shadow estimator %s of %s failed and is left out, now and wherever it does so again: "
-            "%s",
+            "%s: %s",
             name,
             task_name,
             type(error).__name__,
-            exc_info=error,
+            error,
+            # Our own errors say it all, but for what an estimator raised itself.
+            exc_info=None if isinstance(error, BudgetError) and not error.__cause__ else error,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from celery import Celery
 from celery.canvas import Signature
 
+from celery_budget.core.amounts import check_amount
 from celery_budget.core.deadlines import Deadline, earliest
 from celery_budget.core.identity import new_id
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
@@ -63,7 +64,10 @@ def lines_of_call(
         raise PolicyError("give a task (or its name, or its signature) or lines=, one of the two")
     if lines is not None:
         given = (
-            [BudgetLine(budget, amount) for budget, amount in lines.items()]
+            [
+                BudgetLine(budget, check_amount(amount, f"lines= for {budget!r}"))
+                for budget, amount in lines.items()
+            ]
             if isinstance(lines, Mapping)
             else list(lines)
         )

@@ -17,6 +17,10 @@ __all__ = ["stories_view"]
 
 Row = dict[str, Any]
 
+#: Why a request ends that waited too long for its budget; and within what its row is written.
+_GIVEN_UP = "park_expired"
+_SECOND_US = 1_000_000
+
 _FLAGS = ("over", "unmetered", "unreserved")
 
 #: What comes first of events at the same moment: a store's clock may be coarse.
@@ -94,7 +98,9 @@ def _amounts(lines: Iterable[Row]) -> RenderableType:
 
 def _events(story: Story) -> Iterator[_Event]:
     told = story.reservation
-    if "reservation_id" in told:
+    if _was_never_admitted(story):
+        yield _Event(told["ended_us"], _ENDED, "given up: it waited too long for budget")
+    elif "reservation_id" in told:
         yield _Event(told["created_us"], _ADMITTED, "admitted")
         if told["cancelled_us"] is not None:
             yield _Event(told["cancelled_us"], _USED, "cancelled while it ran")
@@ -115,6 +121,14 @@ def _events(story: Story) -> Iterator[_Event]:
     for effect in story.effects:
         what = f"attempt {effect['attempt']} had effect {effect['key']}"
         yield _Event(effect["created_us"], _USED, what)
+
+
+def _was_never_admitted(story: Story) -> bool:
+    """Whether a request was parked until it was given up: it is written where it ends."""
+    told = story.reservation
+    if story.attempts or (told["state"], told.get("reason")) != ("released", _GIVEN_UP):
+        return False
+    return bool(told["ended_us"] - told["created_us"] < _SECOND_US)
 
 
 def _message_event(message: Row) -> _Event:

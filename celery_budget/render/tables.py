@@ -88,7 +88,7 @@ _OPEN = {
     "cancelling": "cancellation requested",
     "unclosed": "attempt not closed",
     "due": "message due",
-    "held": "message held by its lane",
+    "held": "message held by a lane",
     "untold": "result not stored",
 }
 
@@ -134,10 +134,13 @@ def _advice(drift: Drift) -> Text:
     )
 
 
-def suggestions_table(suggestions: Sequence[Suggestion]) -> RenderableType:
-    """What estimates would have been enough for the last requests of each stage."""
+def suggestions_table(
+    suggestions: Sequence[Suggestion], stage: str | None = None
+) -> RenderableType:
+    """What estimates would have been enough for the last requests of each stage, or of one."""
     if not suggestions:
-        return Text("Nothing has been measured yet: no success has recorded its usage.")
+        of = "" if stage is None else f" of stage {stage}"
+        return literal(f"Nothing has been measured yet{of}: no success has recorded its usage.")
     numbers = ("requests", "suggested", "median", "largest", "covered now")
     rows = [
         (

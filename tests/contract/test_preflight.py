@@ -69,6 +69,25 @@ def test_every_broker_that_work_goes_to_is_asked(funded: Ledger) -> None:
     assert (stands.why, stands.awake, stands.asleep) == (None, True, None)
 
 
+def test_why_a_lane_sleeps_is_logged_once_and_that_it_is_awake(
+    funded: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    lane(funded, preflight=True)
+    funded.reserve(1)
+    said = Said({"": "nobody is there"})
+    asking = Preflight(funded.store, funded.settings, said)
+    caplog.set_level("INFO", "celery_budget.preflight")
+    for missing in ("nobody is there", "nobody is there", "still nobody", None, None):
+        said.missing_from = {} if missing is None else {"": missing}
+        funded.put("lanes", {"checked_us": 1})
+        assert asking.run_once() == 1
+    assert [one.getMessage() for one in caplog.records] == [
+        "lane 'llm' releases nothing: nobody is there",
+        "lane 'llm' releases nothing: still nobody",
+        "lane 'llm' is awake: its workers answer",
+    ]
+
+
 def test_what_runs_under_a_lease_that_is_kept_shows_that_a_worker_lives(funded: Ledger) -> None:
     lane(funded, preflight=True, max_running_jobs=1)
     said = Said()

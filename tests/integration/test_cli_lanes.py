@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 
 from celery_budget import Lane, QueueFull, budgeted
-from celery_budget.errors import InvalidBudget, UnknownLane
+from celery_budget.errors import InvalidBudget, InvalidLane, UnknownLane
 from celery_budget.store import preflight
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop
@@ -81,10 +82,28 @@ def test_a_lane_is_made_changed_shown_and_deleted(on_both: Shop, run: Run) -> No
     assert run(app, "lane", "show", "llm").failed(1, "no lane is called 'llm'")
     assert run(app, "lane", "set", "llm").failed(2, "nothing is to be changed")
     assert run(app, "lane", "set", "llm", "--ageing", "1").failed(1, "feeds no queue")
-    assert run(app, "lane", "set", "llm", "--max-wait", "long").failed(
-        2, "'long' is not a duration"
-    )
+    wrong = run(app, "lane", "set", "llm", "--max-wait", "long")
+    assert wrong.failed(2, "'--max-wait': 'long' is not a duration")
+    assert wrong.failed(2, "12h, 7d or 2w; or 'none' for ever")
     assert run(app, "lane", "pause", "llm").failed(1, "no lane is called 'llm'")
+
+
+def test_a_lane_takes_the_terms_of_the_page_from_python_too(on_both: Shop) -> None:
+    lanes = on_both.budget.lanes
+    for wait, kept in ((90, 90_000_000), (timedelta(hours=2), 7_200_000_000), (None, None)):
+        assert lanes.set("llm", queues=["llm"], max_wait_seconds=wait).max_wait_us == kept
+    before = lanes.show("llm").lane
+    for wrong in ("2h", True, -1, float("nan"), float("inf")):
+        with pytest.raises(InvalidLane, match="give a number of seconds, a timedelta, or None"):
+            lanes.set("llm", max_wait_seconds=wrong)
+    for term, hint in (
+        ("max_runing_jobs", "did you mean 'max_running_jobs'"),
+        ("paused", "pause it by lanes.pause"),
+        ("colour", "there are queues, "),
+    ):
+        with pytest.raises(InvalidLane, match=f"no such term: {term!r}; {hint}"):
+            lanes.set("llm", **{term: 1})
+    assert lanes.show("llm").lane == before
 
 
 def test_why_a_lane_holds_work_back_is_shown(on_both: Shop, run: Run) -> None:

@@ -275,7 +275,7 @@ def test_a_look_is_of_one_task_or_of_lines(shop: Shop) -> None:
     ):
         with pytest.raises(PolicyError):
             wrong()
-    with pytest.raises(InvalidAmount):
+    with pytest.raises(InvalidAmount, match="lines= for 'tenant:a' is -1"):
         look(lines={"tenant:a": -1})
 
 

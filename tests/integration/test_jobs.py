@@ -95,6 +95,21 @@ def test_what_did_not_run(shop: Shop, result: Any) -> None:
         shop.budget.result(result.id, owner=OWNER)
 
 
+@pytest.mark.parametrize("reason", ["park_expired", "wait_expired"])
+def test_what_waited_too_long_has_expired_and_tells_as_celery_does(
+    shop: Shop, result: Any, reason: str
+) -> None:
+    shop.budget.cancel(result.id)
+    shop.sql(schema.reservations.update().values(reason=reason))
+    for meta in ((states.FAILURE, RequestNotRun(result.id, reason)), None):
+        shop.app.backend.forget(result.id)
+        if meta is not None:
+            stored(shop, result, *meta)
+        assert shop.budget.job(result.id, owner=OWNER).state == "expired"
+        with pytest.raises(RequestNotRun, match=reason):
+            shop.budget.result(result.id, owner=OWNER)
+
+
 @pytest.mark.parametrize(
     ("state", "value", "expected"),
     [

@@ -14,6 +14,7 @@ from kombu import Connection, Exchange, Queue
 from celery_budget import budgeted
 from celery_budget.integration import queues as queues_module
 from celery_budget.integration.context import installed_on
+from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.store import schema
 from tests.integration.support import Shop
@@ -91,6 +92,18 @@ def test_a_queue_is_empty_when_nothing_waits_there(
     assert queued.is_empty(envelope) is True
     queued.publish(priority=9)
     assert queued.is_empty(envelope) is False
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_where_no_worker_can_say_what_it_consumes_preflight_tells_why(
+    make_shop: MakeShop, listens: bool
+) -> None:
+    shop = make_shop(broker_url="memory://", worker_enable_remote_control=listens)
+    workers = CeleryWorkers(shop.app)
+    told = str(workers.missing("", ("llm",), works=False))
+    workers.close()
+    assert told.startswith("no worker consumes queue 'llm'")
+    assert ("worker_enable_remote_control is off" in told) is not listens
 
 
 def test_a_queue_that_is_gone_is_empty(

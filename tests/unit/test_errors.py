@@ -64,7 +64,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "RequestRuns": (("t-1", "settled"), ["t-1", "settled", "budget explain t-1"]),
     "StoreError": (("the database failed", True), ["the database failed"]),
     "UnknownBudget": (("b",), ["'b'", "budget set b --limit"]),
-    "UnknownRequest": (("t-1",), ["'t-1'", "nothing was changed"]),
+    "UnknownRequest": (("t-1",), ["'t-1'", "admitted or parked"]),
 }  # fmt: skip
 
 TREE = {

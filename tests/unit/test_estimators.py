@@ -263,6 +263,17 @@ def test_a_shadow_that_fails_is_left_out_and_told_once(
     assert "shadow estimator bad:1 of shop.draft failed" in record.getMessage()
 
 
+def test_a_traceback_is_logged_only_of_what_a_shadow_raised_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask(Watch(), Estimator("far", lambda: 9, at_most=8), Estimator("bad", fail(ValueError("no"))))
+    far, bad = [record for record in caplog.records if record.name == shadows.__name__]
+    assert "far:1" in far.getMessage()
+    assert "at_most=8" in far.getMessage()
+    assert not far.exc_info
+    assert bad.exc_info
+
+
 def test_a_shadow_that_is_not_registered_is_left_out(
     registry: Estimators, caplog: pytest.LogCaptureFixture
 ) -> None:

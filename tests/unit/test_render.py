@@ -139,7 +139,8 @@ def test_suggestions_are_shown_with_how_many_they_are_of() -> None:
     *_, row, said = lines(suggestions_table([one]))
     assert row.split() == ["draft", "tokens", "1,200", "4,000", "1,500", number(BIG), "75%"]
     assert "what 0.95 of the last requests" in said
-    assert "Nothing has been measured yet" in lines(suggestions_table([]))[0]
+    assert "Nothing has been measured yet: no success" in lines(suggestions_table([]))[0]
+    assert "measured yet of stage [b]: no" in lines(suggestions_table([], "[b]"))[0]
 
 
 @pytest.mark.parametrize(
@@ -466,6 +467,16 @@ def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:
     parked = Story({**wait, "state": "parked"}, (), (), (), ())
     assert waits in as_text(stories_view([parked]))
     assert waits in as_text(stories_view([a_story(reservation={"parked": [wait]})]))
+
+
+def test_what_was_given_up_was_never_admitted() -> None:
+    ended = {"state": "released", "reason": "park_expired", "created_us": 2 * SECOND}
+    ended["ended_us"] = 2 * SECOND + 1
+    given_up = a_story(attempts=(), usage=(), reservation=ended)
+    assert events(given_up) == ["given up: it waited too long for budget"]
+    # One that was admitted first, and parked later.
+    late = a_story(attempts=(), usage=(), reservation={**ended, "created_us": 1})
+    assert events(late) == ["admitted", "released"]
 
 
 def test_two_stories_are_apart() -> None:
