@@ -505,11 +505,13 @@ def run_again(connection: Connection, row: sa.Row[Any], attempt: int, park_us: i
 
     The caller holds the reservation's row. What the next attempt needs may have to be parked for.
     """
-    message = outbox.take(connection, row.root, row.reservation_id, row.retries)
-    if message is None:
+    taken = outbox.take(connection, row.root, row.reservation_id, row.retries)
+    if taken is None:
         return False
+    message, tenant = taken
     set_reservation(connection, row.root, row.reservation_id, state="waiting")
-    next_attempt(connection, again_request(connection, row), message, attempt, False, park_us)
+    request = again_request(connection, row, tenant)
+    next_attempt(connection, request, message, attempt, False, park_us)
     return True
 
 

@@ -46,7 +46,6 @@ __all__ = [
     "prune",
     "publishes",
     "take",
-    "tenant_of",
     "unblock",
     "wake",
     "wake_lane",
@@ -341,8 +340,11 @@ def drop_next(connection: Connection, root: str, reservation_id: uuid.UUID, atte
 
 def take(
     connection: Connection, root: str, reservation_id: uuid.UUID, retries: int
-) -> WireMessage | None:
-    """Delete and return the message of a reservation's attempt; none where it is gone."""
+) -> tuple[WireMessage, str | None] | None:
+    """Delete and return the message of a reservation's attempt; none where it is gone.
+
+    With whose share of a lane it counted to.
+    """
     row = connection.execute(
         outbox.delete()
         .where(
@@ -355,20 +357,7 @@ def take(
     if row is None:
         return None
     let_follow(connection, root, [row.order_key])
-    return message_of(row)
-
-
-def tenant_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> str | None:
-    """Return whose share of a lane a reservation's last message counts to; none without one.
-
-    Locks nothing.
-    """
-    return connection.execute(
-        sa.select(outbox.c.tenant)
-        .where(outbox.c.root == root, outbox.c.reservation_id == reservation_id)
-        .order_by(outbox.c.retries.desc())
-        .limit(1)
-    ).scalar()
+    return message_of(row), row.tenant
 
 
 def unpublished(connection: Connection, root: str, reservation_id: uuid.UUID) -> WireMessage | None:
