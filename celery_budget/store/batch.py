@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
-from celery_budget.core.lanes import Load
+from celery_budget.core.lanes import HEAVY, Load
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
@@ -221,7 +221,7 @@ class _Trial:
         for number, one in unit:
             outcome = self._decide_one(one, taken)
             if isinstance(outcome, Refused) and number in self.parks.numbers:
-                outcome = self._crowded(outcome)
+                outcome = self._full_lane(*one, HEAVY) or self._crowded(outcome)
             self.outcomes[number] = outcome
         # Left out here is what an earlier unit asked for as well, and was turned away with.
         if not any(self._is_away(number) for number, _ in unit):
@@ -328,14 +328,11 @@ class _Trial:
             decided = self._full_lane(request, message) or decided
         return decided
 
-    def _full_lane(self, request: ReserveRequest, message: WireMessage | None) -> Full | None:
+    def _full_lane(
+        self, request: ReserveRequest, message: WireMessage | None, *reasons: str
+    ) -> Full | None:
         fed = None if message is None else self.fed.get(message.queue)
-        refusal = None if fed is None else fed.lane.refusal(request.weight, fed.waiting)
-        return (
-            None
-            if fed is None or not refusal
-            else Full(fed.lane.name, refusal[0], request.weight, refusal[1], refusal[2])
-        )
+        return None if fed is None else waiting.full(fed, request.weight, *reasons)
 
     def _hold(self, request: ReserveRequest, message: WireMessage | None, sign: int) -> None:
         """Count what a lane is to hold, for the decisions that follow; or take that back."""

@@ -13,7 +13,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.amounts import MAX_AMOUNT
-from celery_budget.core.lanes import Lane, Load
+from celery_budget.core.lanes import HEAVY, Lane, Load
+from celery_budget.core.reservations import Full
 from celery_budget.store.schema import (
     IS_HELD,
     exact_sum,
@@ -24,7 +25,18 @@ from celery_budget.store.schema import (
     outbox,
 )
 
-__all__ = ["FRESH_US", "MOST_COUNTED", "TERMS", "Fed", "fed", "feeding", "has_lanes", "lane_of"]
+__all__ = [
+    "FRESH_US",
+    "MOST_COUNTED",
+    "TERMS",
+    "Fed",
+    "fed",
+    "feeding",
+    "full",
+    "has_lanes",
+    "lane_of",
+    "never",
+]
 
 #: Up to how many messages are counted each time; of more than that a count is good for a while.
 MOST_COUNTED = 500
@@ -73,12 +85,16 @@ def lane_of(row: sa.Row[Any], queues: Collection[str]) -> Lane:
     return Lane(row.name, tuple(queues), **{term: getattr(row, term) for term in TERMS})
 
 
-def fed(connection: Connection, root: str, queues: Collection[str]) -> dict[str, Fed]:
+def fed(
+    connection: Connection, root: str, queues: Collection[str], *, note: bool = True
+) -> dict[str, Fed]:
     """Return the lanes that feed some queues, by the queues, with what they hold back now.
 
     Up to :data:`MOST_COUNTED` messages are counted each time. Of more than that one call in two
     seconds counts them all, and the others read what it found. Locks the lane's row of the count,
     only to count, and never waits for it.
+
+    :param note: note what was counted; where not, nothing is locked.
     """
     if not queues:
         return {}
@@ -99,15 +115,43 @@ def fed(connection: Connection, root: str, queues: Collection[str]) -> dict[str,
         if row.name not in found:
             lane = lane_of(row, [row.queue])
             bounded = lane.max_waiting_jobs is not None or lane.max_waiting_units is not None
-            found[row.name] = Fed(lane, _waiting(connection, row) if bounded else Load())
+            found[row.name] = Fed(lane, _waiting(connection, row, note) if bounded else Load())
     return {row.queue: found[row.name] for row in rows}
+
+
+def never(connection: Connection, root: str, queue: str, weight: int) -> Full | None:
+    """Return what a request is that its lane could never release; none where it may some time.
+
+    Asked before it is parked, as it would wait for its budget in vain. One SELECT; locks nothing.
+    """
+    row = connection.execute(
+        sa.select(lanes)
+        .join(
+            lane_queues,
+            sa.and_(lane_queues.c.root == lanes.c.root, lane_queues.c.lane == lanes.c.name),
+        )
+        .where(lanes.c.root == root, lane_queues.c.queue == queue)
+    ).first()
+    return None if row is None else full(Fed(lane_of(row, [queue]), Load()), weight, HEAVY)
+
+
+def full(fed: Fed, weight: int, *reasons: str) -> Full | None:
+    """Return why a lane takes no new request of this weight; none where it does.
+
+    :param reasons: only these count; all unless given.
+    """
+    refusal = fed.lane.refusal(weight, fed.waiting)
+    if refusal is None or (reasons and refusal[0] not in reasons):
+        return None
+    reason, waiting, bound = refusal
+    return Full(fed.lane.name, reason, weight, waiting, bound)
 
 
 def _is_fresh() -> sa.ColumnElement[bool]:
     return (lane_tallies.c.counted_us > now_us() - FRESH_US).label("fresh")
 
 
-def _waiting(connection: Connection, row: sa.Row[Any]) -> Load:
+def _waiting(connection: Connection, row: sa.Row[Any], note: bool) -> Load:
     counted = Load(int(row.jobs), int(row.units))
     if counted.jobs > MOST_COUNTED and row.fresh:
         return counted
@@ -117,6 +161,8 @@ def _waiting(connection: Connection, row: sa.Row[Any]) -> Load:
     seen = _sum(connection, held.limit(MOST_COUNTED + 1))
     if seen.jobs <= MOST_COUNTED:
         return seen
+    if not note:
+        return _sum(connection, held)
     mine = sa.and_(lane_tallies.c.root == row.root, lane_tallies.c.lane == row.name)
     if not connection.execute(
         sa.select(lane_tallies.c.lane).where(mine).with_for_update(skip_locked=True)
