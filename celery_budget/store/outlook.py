@@ -8,9 +8,9 @@ from dataclasses import replace
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.budgets import Budget, Share
-from celery_budget.core.draws import OPEN, Level, decide
-from celery_budget.core.reservations import Backlogged, Line, Refused, Unknown
-from celery_budget.store import backlog, pace
+from celery_budget.core.draws import OPEN, Draw, Level, decide, queued
+from celery_budget.core.reservations import Backlogged, Full, Line, Refused, Unknown
+from celery_budget.store import backlog, pace, parked, waiting
 from celery_budget.store.declaring import MAX_DEPTH, templates_for
 from celery_budget.store.levels import levels_of
 
@@ -18,8 +18,13 @@ __all__ = ["look"]
 
 
 def look(
-    connection: Connection, root: str, lines: Sequence[Line], finishing: bool, bound: int
-) -> Refused | Unknown | Backlogged | None:
+    connection: Connection,
+    root: str,
+    lines: Sequence[Line],
+    finishing: bool,
+    bound: int,
+    queue: str | None = None,
+) -> Refused | Unknown | Backlogged | Full | None:
     """Return what would turn a request with ``lines`` away now; none where nothing would.
 
     Decided as an admission is. Budgets that a template would make, and windows that it would open,
@@ -27,18 +32,25 @@ def look(
 
     :param finishing: as of :class:`~celery_budget.core.reservations.ReserveRequest`.
     :param bound: how many messages may wait to be published.
+    :param queue: where its message would go; none where its lane is not looked at.
     :raises PolicyError: where one budget is drawn on by two rules.
     """
     found = _with_possible(connection, root, [line.budget for line in lines])
     if isinstance(found, Unknown):
         return found
-    decided = decide(lines, found, finishing)
+    decided: Refused | tuple[Draw, ...] = decide(lines, found, finishing)
+    if isinstance(decided, tuple) and not finishing:
+        decided = queued(found, decided, parked.ahead(connection, root)) or decided
     if isinstance(decided, Refused):
         return replace(
             decided, pace=pace.paces(connection, root, {decided.budget}).get(decided.budget)
         )
-    waiting = backlog.seen(connection, root, bound)
-    return Backlogged(waiting, bound) if waiting >= bound else None
+    messages = backlog.seen(connection, root, bound)
+    if messages >= bound:
+        return Backlogged(messages, bound)
+    fed = {} if queue is None else waiting.fed(connection, root, {queue}, note=False)
+    weight = lines[0].amount if lines else 0
+    return next((waiting.full(one, weight) for one in fed.values()), None)
 
 
 def _with_possible(

@@ -1,0 +1,343 @@
+"""What lanes, parking, deadlines, jobs and looks are to each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from celery_budget import admission
+from celery_budget.core.jobs import job_state
+from celery_budget.core.messages import WireMessage
+from celery_budget.core.reservations import Line, Parked, Refused, Reserved, ReserveRequest
+from celery_budget.dispatcher import Dispatcher
+from celery_budget.errors import BudgetExceeded, QueueFull
+from celery_budget.relay import Unpublishable
+from celery_budget.store import jobs, lanes, quarantine, queues
+from tests.contract.support import RETRIED, RETURNED, Ledger, admit_many, message_of
+
+Q = "celery"
+SECOND = 1_000_000
+
+
+def lane(ledger: Ledger, name: str = "llm", **terms: Any) -> None:
+    given = {"queues": (Q,), "preflight": False, **terms}
+    ledger.store.run(lanes.declare, ledger.root, name, given)
+
+
+def known(ledger: Ledger, request: ReserveRequest, owner: str = "b") -> jobs.Known:
+    found = ledger.store.read(jobs.find, ledger.root, request.task_id, owner)
+    assert found is not None
+    return found
+
+
+def state(ledger: Ledger, request: ReserveRequest) -> str | None:
+    found = known(ledger, request)
+    flags = {"parked": found.parked, "quarantined": found.quarantined}
+    return job_state(found.state, found.reason, found.outcome, **flags)
+
+
+def position(ledger: Ledger, request: ReserveRequest) -> int | None:
+    return known(ledger, request).position
+
+
+def held(ledger: Ledger, request: ReserveRequest) -> bool:
+    return bool(ledger.message(request).state == "held")
+
+
+def look(ledger: Ledger, amount: int, queue: str | None = Q, budget: str = "b") -> Any:
+    asked = [Line(budget, amount)]
+    return admission.outlook(ledger.store, ledger.settings, asked, queue=queue)
+
+
+@pytest.fixture
+def funded(ledger: Ledger) -> Ledger:
+    ledger.set("b", 10_000)
+    return ledger
+
+
+@pytest.mark.parametrize("bound", ["deadline", "expires", "both"])
+def test_what_is_held_past_its_deadline_says_which(funded: Ledger, bound: str) -> None:
+    lane(funded, paused=True)
+    soon, later = funded.now() + 3600 * SECOND, funded.now() + 7200 * SECOND
+    deadline_us = {"deadline": soon, "expires": later, "both": soon}[bound]
+    expires_us = None if bound == "deadline" else soon
+    request = funded.reserve(7, deadline_us=deadline_us, expires_us=expires_us)
+    funded.put("outbox", {"expires_us": 2}, reservation_id=request.reservation_id)
+    over = 3 if bound == "expires" else 2
+    funded.put("reservations", {"deadline_us": over}, reservation_id=request.reservation_id)
+    [ended] = Dispatcher(funded.store, funded.settings).run_once().ended
+    assert ended == request.task_id
+    reason = "expired" if bound == "expires" else "deadline"
+    assert (funded.row(request).state, funded.row(request).reason) == ("released", reason)
+    assert [row.reason for row in funded.rows("untold")] == [reason]
+    assert state(funded, request) == "expired"
+    assert funded.balance() == (0, 0)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_job_that_its_lane_held_for_too_long_is_expired(funded: Ledger, ran: bool) -> None:
+    request = funded.reserve(5)
+    if ran:
+        attempt = funded.run(request)
+        attempt.record(2)
+        lane(funded, max_wait_us=SECOND)
+        request, _ = funded.retry(request, attempt)
+        assert attempt.end(RETRIED)
+    else:
+        lane(funded, max_wait_us=SECOND)
+        request = funded.reserve(5)
+    assert state(funded, request) == "queued"
+    funded.make_due(request)
+    assert len(Dispatcher(funded.store, funded.settings).run_once().ended) == 1
+    assert funded.row(request).reason == "wait_expired"
+    assert state(funded, request) == "expired"
+    assert known(funded, request).position is None
+
+
+@pytest.mark.parametrize("many", [0, 1, 2])
+def test_what_its_lane_could_never_release_is_not_parked(funded: Ledger, many: int) -> None:
+    lane(funded, max_running_units=50)
+    funded.set("c", 10)
+    request = funded.request(51, budget="c", parks=True)
+    other = funded.request(50, budget="c", parks=True)
+    if not many:
+        with pytest.raises(QueueFull) as caught:
+            funded.admit(request)
+        assert (caught.value.reason, caught.value.retry_after) == ("heavy", None)
+        assert isinstance(funded.admit(other), Parked)
+    else:
+        asked = [(one, message_of(one)) for one in (request, other)[:many]]
+        tried = admit_many(funded.store, funded.settings, asked, best_effort=True)
+        assert type(tried[0]).__name__ == "Full"
+        assert many == 1 or isinstance(tried[1], Parked)
+    assert [row.amount for row in funded.rows("parked")] == ([50] if many != 1 else [])
+    assert not funded.rows("reservations")
+
+
+def test_what_waits_for_budget_is_parked_however_full_its_lane_is(funded: Ledger) -> None:
+    """It waits for its budget, and is no part of what the lane holds."""
+    lane(funded, max_waiting_jobs=1)
+    first = funded.reserve(9_995)
+    parked = funded.request(6, parks=True)
+    assert isinstance(funded.admit(parked), Parked)
+    assert state(funded, parked) == "parked"
+    with pytest.raises(QueueFull):
+        funded.admit(funded.request(5, parks=True))
+    assert funded.relay().published == 1
+    attempt = funded.run(first)
+    attempt.record(1)
+    assert attempt.end(RETURNED)
+    assert funded.reserve(5)
+    assert funded.sweep().admitted == 1
+    assert (state(funded, parked), position(funded, parked)) == ("queued", 1)
+
+
+def test_a_retry_that_was_parked_is_held_when_it_fits(funded: Ledger) -> None:
+    lane(funded, max_running_jobs=1)
+    request = funded.reserve(6_000, tenant="team")
+    assert funded.relay().published == 1
+    attempt = funded.run(request)
+    attempt.record(6_000)
+    following, written = funded.retry(request, attempt)
+    assert isinstance(written, Parked)
+    assert attempt.end(RETRIED)
+    assert state(funded, following) == "parked"
+    funded.set("b", 20_000)
+    funded.store.run(lanes.pause, funded.root, "llm", True)
+    assert funded.sweep().admitted == 1
+    message = funded.message(following)
+    assert (message.state, message.lane, message.tenant) == ("held", "llm", "team")
+    assert (state(funded, following), position(funded, following)) == ("queued", 0)
+    assert funded.store.run(lanes.pause, funded.root, "llm", False)
+    assert funded.relay().published == 1
+    assert funded.run(following).end(RETURNED)
+
+
+def test_the_position_in_a_lane_is_that_among_its_tenants(funded: Ledger) -> None:
+    lane(funded, max_queued_jobs=1, ageing=100)
+    assert position(funded, funded.reserve(1, queue="elsewhere")) is None
+    assert funded.relay().published == 1
+    weights = (500, 40, 9_000, 40)
+    requests = [funded.reserve(weight) for weight in weights]
+    funded.set("c", 100)
+    other = funded.reserve(1, budget="c")
+    now = funded.now()
+    for seconds, request in zip((0, 0, 1000, 1), requests, strict=True):
+        due = {"due_us": now - seconds * SECOND}
+        funded.put("outbox", due, reservation_id=request.reservation_id)
+    # 9,000 is 100,000 lighter by its wait; of two alike the older one goes first.
+    assert [position(funded, one) for one in requests] == [3, 2, 0, 1]
+    assert known(funded, other, "c").position == 0
+    # The other tenant has its turns among them.
+    order = []
+    for _ in (*requests, other):
+        assert funded.relay().published == 1
+        [released] = [
+            one for one in (*requests, other) if one not in order and not held(funded, one)
+        ]
+        order.append(released)
+        assert funded.run(released).end(RETURNED)
+    order.remove(other)
+    assert [requests.index(one) for one in order] == [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("ageing", [0, 1, 2**63 - 1])
+def test_positions_of_the_heaviest(ledger: Ledger, ageing: int) -> None:
+    ledger.set("b", None)
+    lane(ledger, ageing=ageing)
+    largest = 2**63 - 1
+    ledger.set("c", None)
+    heavy = ledger.reserve(2**62)
+    light = ledger.reserve(0)
+    due = {"due_us": ledger.now()}
+    ledger.put("outbox", due)
+    assert (position(ledger, light), position(ledger, heavy)) == (0, 1)
+    most = ledger.reserve(largest, budget="c", tenant="b", owner="c")
+    ledger.put("outbox", due)
+    assert known(ledger, most, "c").position == 2
+    assert position(ledger, light) == 0
+
+
+def test_a_look_sees_what_goes_ahead(funded: Ledger) -> None:
+    funded.reserve(9_995)
+    first = funded.request(10, parks=True)
+    assert isinstance(funded.admit(first), Parked)
+    assert look(funded, 5)
+    [row] = funded.rows("parked")
+    funded.store.run(queues.go_ahead, funded.root, row.parked_id, 3600 * SECOND)
+    before = funded.dump()
+    seen = look(funded, 5)
+    assert isinstance(seen.error, BudgetExceeded)
+    assert seen.error.reason == "queued"
+    assert funded.dump() == before
+    asked = [Line("b", 5)]
+    assert admission.outlook(funded.store, funded.settings, asked, finishing=True)
+    outcome = funded.admit(funded.request(5))
+    assert isinstance(outcome, Refused)
+    told = outcome.error()
+    assert (told.limit, told.reserved, told.spent) == (
+        seen.error.limit,
+        seen.error.reserved,
+        seen.error.spent,
+    )
+
+
+def test_a_look_sees_the_lane_of_its_queue(funded: Ledger) -> None:
+    lane(funded, max_waiting_jobs=2, max_waiting_units=20, max_running_units=15)
+    assert look(funded, 15)
+    heavy = look(funded, 16)
+    assert (heavy.error.reason, heavy.retry_after) == ("heavy", None)
+    assert look(funded, 16, "elsewhere")
+    assert look(funded, 16, None)
+    funded.reserve(10)
+    units = look(funded, 11)
+    assert (units.error.reason, units.error.waiting) == ("units", 10)
+    assert units.retry_after is not None
+    funded.reserve(1)
+    before = funded.dump()
+    jobs_full = look(funded, 1)
+    assert funded.dump() == before
+    with pytest.raises(QueueFull) as caught:
+        funded.admit(funded.request(1))
+    shown, told = vars(jobs_full.error), vars(caught.value)
+    for one in (shown, told):
+        one["retry_after"] = one["retry_after"] is not None
+    assert shown == told
+
+
+def test_a_look_at_a_large_backlog_notes_no_count(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_budget.store.waiting.MOST_COUNTED", 2)
+    lane(funded, max_waiting_jobs=3)
+    asked = [(one, message_of(one)) for one in (funded.request(1) for _ in range(3))]
+    assert all(
+        isinstance(one, Reserved) for one in admit_many(funded.store, funded.settings, asked)
+    )
+    before = funded.dump()
+    seen = look(funded, 1)
+    assert (seen.error.reason, seen.error.waiting) == ("jobs", 3)
+    assert funded.dump() == before
+
+
+def test_a_held_message_keeps_its_tenant_through_quarantine(funded: Ledger) -> None:
+    lane(funded)
+    request = funded.reserve(5, tenant="team")
+
+    def refuse(message: WireMessage) -> None:
+        raise Unpublishable("unroutable", "no queue")
+
+    funded.broker.on_publish = refuse
+    assert funded.relay().quarantined == 1
+    again = (quarantine.requeue, funded.root, request.task_id, lambda wire, _: wire)
+    assert isinstance(funded.store.run(*again, lock_ms=5000, bound=1000), Reserved)
+    [message] = funded.rows("outbox")
+    assert (message.state, message.lane, message.tenant, message.weight) == (
+        "held",
+        "llm",
+        "team",
+        5,
+    )
+
+
+def test_another_owners_parked_request_with_the_same_task_id_is_not_told(funded: Ledger) -> None:
+    funded.set("c", 10)
+    request = funded.reserve(5)
+    assert funded.run(request).end(RETURNED)
+    other = replace(funded.request(11, budget="c", parks=True), task_id=request.task_id)
+    assert isinstance(funded.admit(other), Parked)
+    assert state(funded, request) == "succeeded"
+
+
+def test_a_queue_that_goes_to_another_lane(funded: Ledger) -> None:
+    """What is held stays in its lane, and goes by that; what comes goes to the other."""
+    lane(funded, max_running_jobs=1)
+    first, second = funded.reserve(1), funded.reserve(2)
+    assert funded.relay().published == 1
+    lane(funded, queues=("none",))
+    lane(funded, "other", paused=True)
+    third = funded.reserve(3)
+    lanes_of = [funded.message(one).lane for one in (first, second, third)]
+    assert lanes_of == ["llm", "llm", "other"]
+    attempt = funded.run(first)
+    attempt.record(1)
+    following, _ = funded.retry(first, attempt)
+    assert attempt.end(RETRIED)
+    assert funded.message(following).lane == "other"
+    assert funded.relay().published == 1
+    assert funded.message(second).state == "published"
+
+
+def test_odd_names(ledger: Ledger) -> None:
+    name, queue = 'l\'ane "%s" ü:{x}\\', "q'ueue %(x)s :y"
+    ledger.set("b'ud:get%", 100)
+    lane(ledger, name, queues=(queue,), max_running_jobs=1)
+    request = ledger.reserve(5, budget="b'ud:get%", queue=queue, tenant="t%' :x\U0001f600")
+    ledger.reserve(5, budget="b'ud:get%", queue=queue, tenant="t%' :x\U0001f600")
+    assert look(ledger, 5, queue, "b'ud:get%")
+    assert known(ledger, request, "b'ud:get%").position == 0
+    assert ledger.relay().published == 1
+    assert ledger.run(request).end(RETURNED)
+    assert ledger.relay().published == 1
+
+
+def test_weights_whose_sum_is_no_amount(ledger: Ledger) -> None:
+    largest = 2**63 - 1
+    for budget in "abc":
+        ledger.set(budget, None)
+    lane(ledger, max_running_jobs=2, max_waiting_units=largest)
+    assert isinstance(ledger.admit(ledger.request(largest, budget="a")), Reserved)
+    with pytest.raises(QueueFull) as caught:
+        ledger.admit(ledger.request(1, budget="b"))
+    assert caught.value.reason == "units"
+    assert not look(ledger, 1, budget="b")
+    lane(ledger, max_waiting_units=None)
+    for budget in "bc":
+        ledger.reserve(largest, budget=budget)
+    [standing] = ledger.store.read(lanes.standings, ledger.root, "llm")
+    assert standing.waiting.units == 3 * largest
+    assert ledger.relay().published == 2
+    [standing] = ledger.store.read(lanes.standings, ledger.root, "llm")
+    assert standing.queued.units == 2 * largest
