@@ -135,7 +135,7 @@ def reserve_many(
     # Nothing more is asked where no lane was ever made.
     bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
     fed = {message.queue for _, message in asked if message} if bounded else set()
-    standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
+    standing = _standing(connection, root, asked, not full) if inserted else ({}, set())
     before = _before(connection, root, asked) if inserted and queues else ({}, set())
     trial = _Trial(
         standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
@@ -319,13 +319,11 @@ class _Trial:
         if known is not None:
             fingerprint = json.loads(known.request)["fingerprint"]
             return parked.same(request, known.parked_id, fingerprint)
-        decided: tuple[Draw, ...] | Tried = self._full or _decide(
-            request, self._known, self._possible
-        )
+        decided: tuple[Draw, ...] | Tried = _decide(request, self._known, self._possible)
         if isinstance(decided, tuple) and not request.finishing:
             decided = queued(self._known, decided, self._ahead) or decided
         if isinstance(decided, tuple):
-            decided = self._full_lane(request, message) or decided
+            decided = self._full or self._full_lane(request, message) or decided
         return decided
 
     def _full_lane(
@@ -433,15 +431,16 @@ def _insert(
     return found, inserted
 
 
-def _standing(connection: Connection, root: str, asked: Sequence[Asked]) -> _Standing:
-    """Return how all budgets stand that are drawn on, their balances being locked.
+def _standing(connection: Connection, root: str, asked: Sequence[Asked], locked: bool) -> _Standing:
+    """Return how all budgets stand that are drawn on, their balances being ``locked``.
 
+    They are not where nothing is admitted anyway, and it is only told which budgets are short.
     Read twice on PostgreSQL: to know what to lock, and again behind the locks.
     """
     names = {line.budget for request, _ in asked for line in request.lines}
     requests = [request for request, _ in asked]
     known = levels.levels_of(connection, root, names)
-    if connection.dialect.name == "sqlite":
+    if connection.dialect.name == "sqlite" or not locked:
         return _with_templates(connection, root, requests, known)
     keys = _windows(known)
     lock_balances(connection, root, [Key(*key) for key in keys.items()])
