@@ -38,7 +38,7 @@ __all__ = [
     "enqueue",
     "enqueue_many",
     "enqueue_plain",
-    "is_held",
+    "held",
     "let_follow",
     "lock_orders",
     "make_due",
@@ -144,17 +144,14 @@ def _held_if(lane: Any) -> Any:
     return sa.case((lane.is_(None), "due"), else_="held")
 
 
-def is_held(connection: Connection, root: str, reservation_id: uuid.UUID, retries: int) -> bool:
-    """Tell whether a lane holds the message of a reservation's attempt. Locks nothing."""
-    found = connection.execute(
-        sa.select(outbox.c.outbox_id).where(
-            outbox.c.root == root,
-            outbox.c.reservation_id == reservation_id,
-            outbox.c.retries == retries,
-            sa.text(IS_HELD),
-        )
+def held(root: str, reservation_id: uuid.UUID, retries: int) -> sa.Select[Any]:
+    """Return what selects the message of a reservation's attempt where a lane holds it."""
+    return sa.select(outbox.c.outbox_id).where(
+        outbox.c.root == root,
+        outbox.c.reservation_id == reservation_id,
+        outbox.c.retries == retries,
+        sa.text(IS_HELD),
     )
-    return found.first() is not None
 
 
 def lock_orders(connection: Connection, root: str, messages: Iterable[WireMessage]) -> None:

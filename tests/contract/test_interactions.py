@@ -10,9 +10,17 @@ import pytest
 from celery_budget import admission
 from celery_budget.core.jobs import job_state
 from celery_budget.core.messages import WireMessage
-from celery_budget.core.reservations import Line, Parked, Refused, Reserved, ReserveRequest
+from celery_budget.core.reservations import (
+    Backlogged,
+    Closed,
+    Line,
+    Parked,
+    Refused,
+    Reserved,
+    ReserveRequest,
+)
 from celery_budget.dispatcher import Dispatcher
-from celery_budget.errors import BudgetExceeded, QueueFull
+from celery_budget.errors import BudgetExceeded, OutboxFull, QueueFull
 from celery_budget.relay import Unpublishable
 from celery_budget.store import jobs, lanes, quarantine, queues
 from tests.contract.support import RETRIED, RETURNED, Ledger, admit_many, message_of
@@ -341,3 +349,50 @@ def test_weights_whose_sum_is_no_amount(ledger: Ledger) -> None:
     assert ledger.relay().published == 2
     [standing] = ledger.store.read(lanes.standings, ledger.root, "llm")
     assert standing.queued.units == 2 * largest
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_budget_that_is_short_is_told_before_an_outbox_that_is_full(
+    funded: Ledger, many: bool
+) -> None:
+    """So that what is to wait for its budget does, on either store."""
+    funded.reserve(9_990)
+    bound = funded.settings.max_outbox
+    funded.put("backlog", {"messages": bound, "counted_us": 2**62})
+
+    def admitted(request: ReserveRequest) -> Any:
+        asked = [(request, message_of(request))]
+        asked += [(one, message_of(one)) for one in [funded.request(1)] if many]
+        return admit_many(funded.store, funded.settings, asked, best_effort=True)
+
+    assert isinstance(admitted(funded.request(11))[0], Refused)
+    assert isinstance(admitted(funded.request(11, parks=True))[0], Parked)
+    assert all(isinstance(one, Backlogged) for one in admitted(funded.request(10)))
+    assert isinstance(funded.admit(funded.request(11)), Refused)
+    with pytest.raises(OutboxFull):
+        funded.admit(funded.request(10))
+    assert isinstance(look(funded, 11).error, BudgetExceeded)
+    assert isinstance(look(funded, 10).error, OutboxFull)
+    assert funded.balance() == (9_990, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_copy_does_not_run_past_a_lane_that_is_younger_than_its_request(
+    funded: Ledger, when: str
+) -> None:
+    """A lost attempt's message waits in a lane; the broker delivers its own copy once more."""
+    if when == "before":
+        lane(funded, paused=True)
+    request = funded.reserve(5)
+    if when == "after":
+        funded.relay()
+    funded.run(request)
+    if when == "after":
+        lane(funded, paused=True)
+    funded.lapse(request)
+    funded.recover()
+    assert funded.message(request).state == "held"
+    assert funded.deliver(request) == Closed("waiting")
+    funded.store.run(lanes.pause, funded.root, "llm", False)
+    assert funded.relay().published == 1
+    assert funded.run(request).end(RETURNED)
