@@ -55,7 +55,6 @@ from celery_budget.store.reservations import (
     start,
 )
 from celery_budget.store.schema import attempts, now_us, of_reservation, reservations
-from celery_budget.store.schema import parked as parked_table
 
 __all__ = [
     "NOBODY",
@@ -155,7 +154,7 @@ def claim(
             return Claimed(current.attempt, claim_id, elapsed_us, row.deadline_us, left)
         return _replay(row, current, claim_id)
     if row.state in CLAIMABLE and delivery.retries == row.retries:
-        if _is_held_back(connection, row):
+        if parked.is_held_back(connection, row):
             # The broker's own redelivery: what it would need is not held yet, or its lane has no
             # room for it. It is published again when it fits.
             return Closed(str(row.state))
@@ -217,19 +216,6 @@ def _replay(row: sa.Row[Any], ended: sa.Row[Any], claim_id: uuid.UUID) -> Replay
     """Return that an attempt which has ended is to give its outcome again."""
     stored = StoredOutcome(str(ended.outcome), ended.payload)
     return Replay(ended.attempt, claim_id, stored, deadline_us=row.deadline_us)
-
-
-def _is_held_back(connection: Connection, row: sa.Row[Any]) -> bool:
-    """Tell whether a request's next attempt is parked, or held by a lane. One SELECT.
-
-    A lane that feeds its queue now may be younger than the reservation. The caller holds its row.
-    """
-    waits = sa.select(parked_table.c.parked_id).where(
-        parked_table.c.root == row.root, parked_table.c.reservation_id == row.reservation_id
-    )
-    held = outbox.held(row.root, row.reservation_id, row.retries)
-    found = connection.execute(sa.union_all(waits, held) if row.attempts else waits)
-    return found.first() is not None
 
 
 def _write_claim(

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from celery_budget import admission
+from celery_budget.core.identity import task_id_of
 from celery_budget.core.jobs import job_state
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -22,11 +24,24 @@ from celery_budget.core.reservations import (
 from celery_budget.dispatcher import Dispatcher
 from celery_budget.errors import BudgetExceeded, OutboxFull, QueueFull
 from celery_budget.relay import Unpublishable
-from celery_budget.store import jobs, lanes, quarantine, queues
+from celery_budget.store import (
+    continuations,
+    dispatching,
+    jobs,
+    lanes,
+    quarantine,
+    queues,
+    reuse,
+    unclaimed,
+)
 from tests.contract.support import RETRIED, RETURNED, Ledger, admit_many, message_of
 
 Q = "celery"
 SECOND = 1_000_000
+
+
+class Dies(Exception):
+    """A process that ends between two statements."""
 
 
 def lane(ledger: Ledger, name: str = "llm", **terms: Any) -> None:
@@ -392,7 +407,132 @@ def test_a_copy_does_not_run_past_a_lane_that_is_younger_than_its_request(
     funded.lapse(request)
     funded.recover()
     assert funded.message(request).state == "held"
+    before = funded.dump()
     assert funded.deliver(request) == Closed("waiting")
+    copy = (funded.root, request.reservation_id, request.task_id, request.retries)
+    assert not funded.store.run(unclaimed.end, *copy, "undecodable")
+    again = (funded.root, request.task_id, request.retries, False, 1)
+    assert not funded.store.run(unclaimed.lost, *again)
+    assert funded.dump() == before
     funded.store.run(lanes.pause, funded.root, "llm", False)
     assert funded.relay().published == 1
     assert funded.run(request).end(RETURNED)
+
+
+def test_order_keys_of_held_work_and_a_parked_member(funded: Ledger) -> None:
+    """What is parked has no place among the messages; cancelled or admitted, the others go on."""
+    lane(funded, max_running_jobs=1)
+    first = funded.reserve(1, order_key="k")
+    big = funded.request(10_001, parks=True)
+    assert isinstance(funded.admit(big, order_key="k"), Parked)
+    second = funded.reserve(2, order_key="k")
+    third = funded.reserve(3, order_key="k")
+    assert funded.relay().published == 1
+    assert funded.message(first).state == "published"
+    funded.set("b", 20_000)
+    assert funded.sweep().admitted == 1
+    assert funded.store.run(continuations.cancel, funded.root, second.task_id)
+    order = []
+    for _ in range(2):
+        running = first if not order else order[-1]
+        assert funded.run(running).end(RETURNED)
+        assert funded.relay().published == 1
+        order += [one for one in (third, big) if one not in order and not held(funded, one)]
+    assert order == [third, big]
+
+
+def test_a_group_goes_into_a_lane_whole_or_not_at_all(funded: Ledger) -> None:
+    lane(funded, max_waiting_jobs=2)
+    requests = [funded.request(1) for _ in range(3)]
+    asked = [(one, message_of(one)) for one in requests]
+    tried = admit_many(funded.store, funded.settings, asked)
+    assert [type(one).__name__ for one in tried] == ["Skipped", "Skipped", "Full"]
+    assert not funded.rows("outbox")
+    assert funded.balance() == (0, 0)
+    tried = admit_many(funded.store, funded.settings, asked, best_effort=True)
+    assert [type(one).__name__ for one in tried] == ["Reserved", "Reserved", "Full"]
+    # What continues running work is held all the same.
+    body = funded.request(1, finishing=True)
+    assert isinstance(funded.admit(body, continuation=True), Reserved)
+    assert held(funded, body)
+
+
+def test_reuse_joins_what_is_parked_and_begins_anew_once_it_was_given_up(funded: Ledger) -> None:
+    of = (funded.root, "b", "key", 3600 * SECOND)
+    request_id = funded.store.run(reuse.renewed, *of)
+    task_id = task_id_of("b", request_id)
+    request = funded.request(10_001, parks=True, task_id=task_id, request_id=request_id)
+    assert isinstance(funded.admit(request), Parked)
+    assert funded.store.read(reuse.joined, *of) == request_id
+    assert funded.store.run(reuse.renewed, *of) == request_id
+    funded.put("reuse", {"until_us": 1})
+    assert funded.store.run(reuse.prune, funded.root, 10) == 0
+    funded.put("parked", {"deadline_us": 1})
+    assert funded.sweep().over == (task_id,)
+    assert state(funded, request) == "expired"
+    assert funded.store.read(reuse.joined, *of) is None
+    again = funded.store.run(reuse.renewed, *of)
+    assert again != request_id
+    assert funded.store.run(reuse.forget, funded.root, task_id_of("b", again), "b")
+
+
+def test_reuse_of_what_its_lane_held_for_too_long_begins_anew(funded: Ledger) -> None:
+    lane(funded, max_wait_us=SECOND)
+    of = (funded.root, "b", "key", 3600 * SECOND)
+    request_id = funded.store.run(reuse.renewed, *of)
+    request = funded.reserve(5, task_id=task_id_of("b", request_id), request_id=request_id)
+    assert funded.store.read(reuse.joined, *of) == request_id
+    funded.make_due(request)
+    assert len(Dispatcher(funded.store, funded.settings).run_once().ended) == 1
+    assert funded.store.read(reuse.joined, *of) is None
+
+
+@pytest.mark.parametrize("where", ["dispatch", "sweep"])
+def test_a_process_that_dies_after_any_statement_leaves_all_or_nothing(
+    funded: Ledger, where: str
+) -> None:
+    lane(funded, max_running_jobs=2, burst_units=100)
+    first = funded.reserve(9_000)
+    assert funded.relay().published == 1
+    attempt = funded.run(first)
+    attempt.record(1)
+    if where == "sweep":
+        waits = funded.request(2_000, parks=True)
+        assert isinstance(funded.admit(waits), Parked)
+        assert attempt.end(RETURNED)
+        [row] = funded.rows("parked")
+        function: Any = continuations.try_parked
+        args: tuple[Any, ...] = (funded.root, row.parked_id, "b", 5000)
+    else:
+        for weight in (1, 2, 3):
+            funded.reserve(weight)
+        assert attempt.end(RETURNED)
+        funded.put("lanes", {"ticked_us": 0})
+        function, args = dispatching.dispatch, (funded.root, "llm")
+    before = funded.dump()
+
+    def dying(connection: sa.Connection, after: int) -> Any:
+        count = 0
+
+        def executed(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == after:
+                raise Dies
+
+        sa.event.listen(connection, "after_cursor_execute", executed)
+        return function(connection, *args)
+
+    for after in range(1, 40):
+        try:
+            assert funded.store.run(dying, after)
+            break
+        except Dies:
+            assert funded.dump() == before
+    else:
+        pytest.fail("it never came to its end")
+    assert after > 3
+    if where == "sweep":
+        assert (state(funded, waits), position(funded, waits)) == ("queued", 0)
+    else:
+        assert sorted(row.state for row in funded.rows("outbox"))[:3] == ["due", "due", "held"]
