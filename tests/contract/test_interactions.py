@@ -223,6 +223,25 @@ def test_positions_of_the_heaviest(ledger: Ledger, ageing: int) -> None:
     assert position(ledger, light) == 0
 
 
+def test_a_position_is_a_few_reads_however_much_is_held(funded: Ledger) -> None:
+    lane(funded)
+    asked = [(one, message_of(one)) for one in (funded.request(1) for _ in range(30))]
+    admit_many(funded.store, funded.settings, asked)
+    last = funded.reserve(2)
+    statements: list[str] = []
+
+    def counted(connection: sa.Connection, *args: Any) -> Any:
+        sa.event.listen(
+            connection, "before_cursor_execute", lambda *told: statements.append(told[2])
+        )
+        return jobs.find(connection, *args)
+
+    found = funded.store.read(counted, funded.root, last.task_id, "b")
+    assert found is not None
+    assert found.position == 30
+    assert len([one for one in statements if one.startswith("SELECT")]) == 6
+
+
 def test_a_look_sees_what_goes_ahead(funded: Ledger) -> None:
     funded.reserve(9_995)
     first = funded.request(10, parks=True)
