@@ -47,6 +47,7 @@ from celery_budget.store import (
     refusals,
     requests,
     unclaimed,
+    waiting,
 )
 from celery_budget.store import outlook as looks
 from celery_budget.store.batch import TURNED_AWAY
@@ -362,6 +363,9 @@ def _admit_units(
                 queues=True,
             )
         ]
+        if parks.numbers and isinstance(tried[0], Refused):
+            heavy = waiting.never(connection, settings.root, message.queue, request.weight)
+            tried = [heavy or tried[0]]
         if parks.numbers and parks.room <= 0 and isinstance(tried[0], Refused):
             refusals.note_refusals(connection, settings.root, [(request, tried[0])])
             tried = [Crowded(tried[0], parks.bound)]
@@ -526,13 +530,18 @@ def count_refusal(
 
 
 def outlook(
-    store: Store, settings: Settings, lines: Sequence[Line], finishing: bool = False
+    store: Store,
+    settings: Settings,
+    lines: Sequence[Line],
+    finishing: bool = False,
+    queue: str | None = None,
 ) -> Outlook:
     """Return whether a request with ``lines`` would be admitted now; changes and locks nothing.
 
+    :param queue: where its message would go; none where its lane is not looked at.
     :raises StoreError: where the ledger cannot be read.
     """
-    found = store.read(looks.look, settings.root, lines, finishing, settings.max_outbox)
+    found = store.read(looks.look, settings.root, lines, finishing, settings.max_outbox, queue)
     return Outlook(True) if found is None else Outlook(False, error_of(found))
 
 

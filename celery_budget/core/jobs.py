@@ -77,7 +77,8 @@ class Job:
     :ivar reason: why it has ended, in the ledger's word, where that is no outcome of a run.
     :ivar progress: what the task has last set by ``update_state`` with a state of its own, while it
         runs: its ``meta``; none where there is none, or no result backend that knows.
-    :ivar position: how many in its lane go before it; none, in this release.
+    :ivar position: how many its lane lets go before it, of those that its tenant has there, a
+        thousand at most; none where no lane holds it.
     :ivar usage: what it has used so far, in each unit.
     :ivar attempts: how often it has run.
     :ivar created: when it was admitted, or parked; as all times by the database's clock.

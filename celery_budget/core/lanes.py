@@ -12,6 +12,7 @@ from celery_budget.errors import InvalidLane
 
 __all__ = [
     "AGEING",
+    "HEAVY",
     "LIMITS",
     "MAX_WAIT_US",
     "MOST_BUDGETS",
@@ -30,6 +31,9 @@ MOST_BUDGETS = 20
 MAX_WAIT_US = 86_400_000_000
 #: By how many units what waits counts lighter for each second it has waited, unless its lane says.
 AGEING = 100
+
+#: Why new work is turned away that is too heavy for its lane, however empty that is.
+HEAVY = "heavy"
 
 #: How long a tick is: in each a lane releases one burst.
 TICK_US = 1_000_000
@@ -190,7 +194,7 @@ class Lane:
             weight, self.max_queued_units, self.max_running_units, self.max_waiting_units
         )
         if most is not None:
-            return "heavy", 0, most
+            return HEAVY, 0, most
         if self.max_waiting_jobs is not None and waiting.jobs >= self.max_waiting_jobs:
             return "jobs", waiting.jobs, self.max_waiting_jobs
         most = self.max_waiting_units

@@ -196,6 +196,7 @@ class CeleryBudget(Ledger):
         *,
         lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
         finishing: bool = False,
+        queue: str | None = None,
     ) -> Outlook:
         """Tell whether a publication would be admitted now; nothing is changed and nothing locked.
 
@@ -210,16 +211,18 @@ class CeleryBudget(Ledger):
         :param kwargs: the same.
         :param lines: instead of a task, amounts by budgets, or lines with constant estimates.
         :param finishing: as of ``apply_async``.
+        :param queue: where it would go, if not where Celery routes it: the lane of that is looked
+            at; of ``lines=`` no lane is, without it.
         :raises PolicyError, EstimateError, InvalidAmount, InvalidName: where it cannot be worked
             out what is asked for.
         :raises StoreError: where the ledger cannot be read.
         """
-        asked, lanes = lines_of_call(self.app, task, args, kwargs or {}, lines)
+        asked, lanes, routed = lines_of_call(self.app, task, args, kwargs or {}, lines)
         if not asked:
             return Outlook(True)
         if lanes:
             return fallbacks.outlook(self, asked, lanes, finishing)
-        return admission.outlook(self.store, self.settings, asked, finishing)
+        return admission.outlook(self.store, self.settings, asked, finishing, queue or routed)
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

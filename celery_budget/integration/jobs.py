@@ -66,7 +66,7 @@ def find(budget: CeleryBudget, task_id: str, owner: str) -> Job:
         state=state,
         reason=known.reason,
         progress=progress,
-        position=None,
+        position=known.position,
         usage=known.usage,
         attempts=known.attempts,
         created=moment(known.created_us),

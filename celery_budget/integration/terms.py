@@ -8,6 +8,7 @@ from typing import Any
 
 from celery import Celery
 from celery.canvas import Signature
+from celery.exceptions import QueueNotFound
 
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.deadlines import Deadline, earliest
@@ -53,10 +54,11 @@ def lines_of_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
-) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+) -> tuple[tuple[Line, ...], tuple[str, ...], str | None]:
     """Return what a call draws on, or what explicit lines do; nothing for a task without a budget.
 
-    With it the lanes that the call is tried in.
+    With it the lanes that the call is tried in, and the queue that it goes to without those; none
+    for explicit lines.
 
     :raises PolicyError: for what is neither a task nor lines, and for a canvas.
     """
@@ -72,20 +74,54 @@ def lines_of_call(
             else list(lines)
         )
         policy = BudgetPolicy(given)
-        return policy.evaluate("a look", inspect.Signature(), (), {}).lines, ()
+        return policy.evaluate("a look", inspect.Signature(), (), {}).lines, (), None
+    options: Mapping[str, Any] = {}
     if isinstance(task, Signature):
         if task.get("subtask_type") not in (None, "xmap", "xstarmap"):
             raise PolicyError(
                 f"{task!r} is no single task; look at its tasks one by one, or publish it: a "
                 "canvas is admitted whole or not at all"
             )
-        args, kwargs, _ = task._merge(tuple(args), dict(kwargs))
+        args, kwargs, options = task._merge(tuple(args), dict(kwargs))
         task = task.task
     name = getattr(task, "name", task)
     if not isinstance(name, str):
         raise PolicyError(f"{task!r} is no task; give a task, its name or its signature")
     terms = terms_of(app, name, tuple(args), kwargs)
-    return ((), ()) if terms is None else (terms.evaluation.lines, terms.fallback)
+    if terms is None:
+        return (), (), None
+    if terms.fallback:
+        return terms.evaluation.lines, terms.fallback, None
+    return terms.evaluation.lines, (), _queue_of(app, name, tuple(args), kwargs, options)
+
+
+def _queue_of(
+    app: Celery,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> str:
+    """Return the queue that a call's message goes to, by its routing key, as the outbox names it.
+
+    :raises PolicyError: where Celery cannot route it.
+    """
+    task = app.tasks.get(name)
+    own = {} if task is None else task._get_exec_options()
+    given = {key: value for key, value in {**own, **options}.items() if value is not None}
+    try:
+        route = app.amqp.router.route(given, name, args, kwargs)
+    except QueueNotFound as error:
+        raise PolicyError(f"a call of {name} goes nowhere: {error}") from error
+    queue = route.get("queue") or app.amqp.default_queue
+    exchange, key = route.get("exchange"), route.get("routing_key")
+    kind = route.get("exchange_type") or getattr(queue.exchange, "type", "direct")
+    # As Celery does: a direct exchange is left out where not both of them are given.
+    if kind == "direct" and not (exchange and key):
+        return str(queue.name)
+    if exchange is None:
+        key = key or queue.routing_key or app.conf.task_default_routing_key
+    return str(key or queue.name)
 
 
 class _Unknown:

@@ -154,16 +154,9 @@ def claim(
             return Claimed(current.attempt, claim_id, elapsed_us, row.deadline_us, left)
         return _replay(row, current, claim_id)
     if row.state in CLAIMABLE and delivery.retries == row.retries:
-        if parked.parked_of(connection, root, reservation_id) is not None:
-            # The broker's own redelivery: what it would need is not held yet. It is published
-            # again when it fits.
-            return Closed(str(row.state))
-        if (
-            row.lane is not None
-            and row.attempts
-            and outbox.is_held(connection, root, reservation_id, row.retries)
-        ):
-            # The broker's own redelivery as well: its lane has no room for it yet.
+        if parked.is_held_back(connection, row):
+            # The broker's own redelivery: what it would need is not held yet, or its lane has no
+            # room for it. It is published again when it fits.
             return Closed(str(row.state))
         elapsed_us = _elapsed_us(connection, row, retries)
         left = deadlines.left_us(connection, row)
@@ -505,11 +498,13 @@ def run_again(connection: Connection, row: sa.Row[Any], attempt: int, park_us: i
 
     The caller holds the reservation's row. What the next attempt needs may have to be parked for.
     """
-    message = outbox.take(connection, row.root, row.reservation_id, row.retries)
-    if message is None:
+    taken = outbox.take(connection, row.root, row.reservation_id, row.retries)
+    if taken is None:
         return False
+    message, tenant = taken
     set_reservation(connection, row.root, row.reservation_id, state="waiting")
-    next_attempt(connection, again_request(connection, row), message, attempt, False, park_us)
+    request = again_request(connection, row, tenant)
+    next_attempt(connection, request, message, attempt, False, park_us)
     return True
 
 

@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
-from celery_budget.core.lanes import Load
+from celery_budget.core.lanes import HEAVY, Load
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
     START,
@@ -135,7 +135,7 @@ def reserve_many(
     # Nothing more is asked where no lane was ever made.
     bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
     fed = {message.queue for _, message in asked if message} if bounded else set()
-    standing = _standing(connection, root, asked) if inserted and not full else ({}, set())
+    standing = _standing(connection, root, asked, not full) if inserted else ({}, set())
     before = _before(connection, root, asked) if inserted and queues else ({}, set())
     trial = _Trial(
         standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
@@ -221,7 +221,7 @@ class _Trial:
         for number, one in unit:
             outcome = self._decide_one(one, taken)
             if isinstance(outcome, Refused) and number in self.parks.numbers:
-                outcome = self._crowded(outcome)
+                outcome = self._full_lane(*one, HEAVY) or self._crowded(outcome)
             self.outcomes[number] = outcome
         # Left out here is what an earlier unit asked for as well, and was turned away with.
         if not any(self._is_away(number) for number, _ in unit):
@@ -319,23 +319,18 @@ class _Trial:
         if known is not None:
             fingerprint = json.loads(known.request)["fingerprint"]
             return parked.same(request, known.parked_id, fingerprint)
-        decided: tuple[Draw, ...] | Tried = self._full or _decide(
-            request, self._known, self._possible
-        )
+        decided: tuple[Draw, ...] | Tried = _decide(request, self._known, self._possible)
         if isinstance(decided, tuple) and not request.finishing:
             decided = queued(self._known, decided, self._ahead) or decided
         if isinstance(decided, tuple):
-            decided = self._full_lane(request, message) or decided
+            decided = self._full or self._full_lane(request, message) or decided
         return decided
 
-    def _full_lane(self, request: ReserveRequest, message: WireMessage | None) -> Full | None:
+    def _full_lane(
+        self, request: ReserveRequest, message: WireMessage | None, *reasons: str
+    ) -> Full | None:
         fed = None if message is None else self.fed.get(message.queue)
-        refusal = None if fed is None else fed.lane.refusal(request.weight, fed.waiting)
-        return (
-            None
-            if fed is None or not refusal
-            else Full(fed.lane.name, refusal[0], request.weight, refusal[1], refusal[2])
-        )
+        return None if fed is None else waiting.full(fed, request.weight, *reasons)
 
     def _hold(self, request: ReserveRequest, message: WireMessage | None, sign: int) -> None:
         """Count what a lane is to hold, for the decisions that follow; or take that back."""
@@ -436,15 +431,16 @@ def _insert(
     return found, inserted
 
 
-def _standing(connection: Connection, root: str, asked: Sequence[Asked]) -> _Standing:
-    """Return how all budgets stand that are drawn on, their balances being locked.
+def _standing(connection: Connection, root: str, asked: Sequence[Asked], locked: bool) -> _Standing:
+    """Return how all budgets stand that are drawn on, their balances being ``locked``.
 
+    They are not where nothing is admitted anyway, and it is only told which budgets are short.
     Read twice on PostgreSQL: to know what to lock, and again behind the locks.
     """
     names = {line.budget for request, _ in asked for line in request.lines}
     requests = [request for request, _ in asked]
     known = levels.levels_of(connection, root, names)
-    if connection.dialect.name == "sqlite":
+    if connection.dialect.name == "sqlite" or not locked:
         return _with_templates(connection, root, requests, known)
     keys = _windows(known)
     lock_balances(connection, root, [Key(*key) for key in keys.items()])

@@ -35,7 +35,7 @@ from celery_budget.core.reservations import (
     Tried,
 )
 from celery_budget.core.retries import DEADLINE
-from celery_budget.store import advisory, deadlines, outbox, parked, untold
+from celery_budget.store import advisory, deadlines, outbox, parked, untold, waiting
 from celery_budget.store.batch import MOST_KEYS
 from celery_budget.store.levels import levels_of
 from celery_budget.store.refusals import note_refusals
@@ -134,13 +134,16 @@ def park_new(
 
     :param bound: how many messages may wait to be published.
     :param most: how much may be parked; beyond that, give or take what is parked just now, it is
-        ``Crowded`` and counted as a refusal.
+        ``Crowded`` and counted as a refusal. What its lane could never release is ``Full``.
     """
     tried = try_reserve(
         connection, request, message, note=False, lock_ms=lock_ms, bound=bound, queues=True
     )
     if not isinstance(tried, Refused):
         return tried
+    heavy = waiting.never(connection, request.root, message.queue, request.weight)
+    if heavy is not None:
+        return heavy
     if parked.count(connection, request.root, most) >= most:
         note_refusals(connection, request.root, [(request, tried)])
         return Crowded(tried, most)
@@ -320,8 +323,11 @@ def _estimates(
     return {line.line: asked.get(line.budget, line.estimate) for line in of}
 
 
-def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
-    """Return the request that would run a reservation's present message once more."""
+def again_request(connection: Connection, row: sa.Row[Any], tenant: str | None) -> ReserveRequest:
+    """Return the request that would run a reservation's present message once more.
+
+    :param tenant: whose share of a lane that message counts to.
+    """
     reservation_id: uuid.UUID = row.reservation_id
     return ReserveRequest(
         reservation_id=reservation_id,
@@ -346,7 +352,7 @@ def again_request(connection: Connection, row: sa.Row[Any]) -> ReserveRequest:
         retries=row.retries,
         unreserved=row.unreserved,
         finishing=True,
-        tenant=outbox.tenant_of(connection, row.root, reservation_id),
+        tenant=tenant,
         prices=row.prices,
         deadline_us=row.deadline_us,
         shadows=row.shadows,

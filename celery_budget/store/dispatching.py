@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.dispatch import Snapshot, Waiting, choose, unseen
 from celery_budget.core.lanes import TICK_US
 from celery_budget.core.reservations import CLAIMABLE
-from celery_budget.store import shares, untold
+from celery_budget.store import deadlines, shares, untold
 from celery_budget.store.claims import EXPIRED, pass_by, predecessor
 from celery_budget.store.lanes import FRESH_ANSWER_US, holds, loads
 from celery_budget.store.outbox import let_follow
@@ -297,6 +297,7 @@ def end(connection: Connection, root: str, seen: Overdue) -> bool:
         sa.select(
             outbox.c.outbox_id,
             outbox.c.order_key,
+            outbox.c.expires_us,
             sa.func.coalesce(outbox.c.expires_us <= now_us(), sa.false()).label("expired"),
             sa.func.coalesce(
                 outbox.c.due_us <= now_us() - lane.scalar_subquery(), sa.false()
@@ -315,7 +316,9 @@ def end(connection: Connection, root: str, seen: Overdue) -> bool:
         )
         let_follow(connection, root, [message.order_key])
         return False
-    reason = EXPIRED if message.expired else WAITED
+    reason = WAITED
+    if message.expired:
+        reason = deadlines.why(EXPIRED, row.deadline_us, message.expires_us)
     release(connection, root, seen.reservation_id, reason)
     untold.note(connection, root, seen.task_id, reason, seen.reservation_id)
     return True

@@ -38,7 +38,7 @@ __all__ = [
     "enqueue",
     "enqueue_many",
     "enqueue_plain",
-    "is_held",
+    "held",
     "let_follow",
     "lock_orders",
     "make_due",
@@ -46,7 +46,6 @@ __all__ = [
     "prune",
     "publishes",
     "take",
-    "tenant_of",
     "unblock",
     "wake",
     "wake_lane",
@@ -145,17 +144,14 @@ def _held_if(lane: Any) -> Any:
     return sa.case((lane.is_(None), "due"), else_="held")
 
 
-def is_held(connection: Connection, root: str, reservation_id: uuid.UUID, retries: int) -> bool:
-    """Tell whether a lane holds the message of a reservation's attempt. Locks nothing."""
-    found = connection.execute(
-        sa.select(outbox.c.outbox_id).where(
-            outbox.c.root == root,
-            outbox.c.reservation_id == reservation_id,
-            outbox.c.retries == retries,
-            sa.text(IS_HELD),
-        )
+def held(root: str, reservation_id: uuid.UUID, retries: int) -> sa.Select[Any]:
+    """Return what selects the message of a reservation's attempt where a lane holds it."""
+    return sa.select(outbox.c.outbox_id).where(
+        outbox.c.root == root,
+        outbox.c.reservation_id == reservation_id,
+        outbox.c.retries == retries,
+        sa.text(IS_HELD),
     )
-    return found.first() is not None
 
 
 def lock_orders(connection: Connection, root: str, messages: Iterable[WireMessage]) -> None:
@@ -341,8 +337,11 @@ def drop_next(connection: Connection, root: str, reservation_id: uuid.UUID, atte
 
 def take(
     connection: Connection, root: str, reservation_id: uuid.UUID, retries: int
-) -> WireMessage | None:
-    """Delete and return the message of a reservation's attempt; none where it is gone."""
+) -> tuple[WireMessage, str | None] | None:
+    """Delete and return the message of a reservation's attempt; none where it is gone.
+
+    With whose share of a lane it counted to.
+    """
     row = connection.execute(
         outbox.delete()
         .where(
@@ -355,20 +354,7 @@ def take(
     if row is None:
         return None
     let_follow(connection, root, [row.order_key])
-    return message_of(row)
-
-
-def tenant_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> str | None:
-    """Return whose share of a lane a reservation's last message counts to; none without one.
-
-    Locks nothing.
-    """
-    return connection.execute(
-        sa.select(outbox.c.tenant)
-        .where(outbox.c.root == root, outbox.c.reservation_id == reservation_id)
-        .order_by(outbox.c.retries.desc())
-        .limit(1)
-    ).scalar()
+    return message_of(row), row.tenant
 
 
 def unpublished(connection: Connection, root: str, reservation_id: uuid.UUID) -> WireMessage | None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.budgets import Budget, Share
-from celery_budget.core.draws import OPEN, Level, decide
+from celery_budget.core.draws import OPEN, Draw, Level, decide, queued
 from celery_budget.core.lanes import Lane
 from celery_budget.core.reservations import Backlogged, Full, Line, Refused, Unknown
-from celery_budget.store import backlog, pace, waiting
+from celery_budget.store import backlog, pace, parked, waiting
 from celery_budget.store.declaring import MAX_DEPTH, templates_for
 from celery_budget.store.levels import levels_of
 
@@ -19,8 +19,14 @@ __all__ = ["look", "look_through"]
 
 
 def look(
-    connection: Connection, root: str, lines: Sequence[Line], finishing: bool, bound: int
-) -> Refused | Unknown | Backlogged | None:
+    connection: Connection,
+    root: str,
+    lines: Sequence[Line],
+    finishing: bool,
+    bound: int,
+    queue: str | None = None,
+    weight: int | None = None,
+) -> Refused | Unknown | Backlogged | Full | None:
     """Return what would turn a request with ``lines`` away now; none where nothing would.
 
     Decided as an admission is. Budgets that a template would make, and windows that it would open,
@@ -28,18 +34,26 @@ def look(
 
     :param finishing: as of :class:`~celery_budget.core.reservations.ReserveRequest`.
     :param bound: how many messages may wait to be published.
+    :param queue: where its message would go; none where its lane is not looked at.
+    :param weight: what it weighs in a lane, if that is not its first amount.
     :raises PolicyError: where one budget is drawn on by two rules.
     """
     found = _with_possible(connection, root, [line.budget for line in lines])
     if isinstance(found, Unknown):
         return found
-    decided = decide(lines, found, finishing)
+    decided: Refused | tuple[Draw, ...] = decide(lines, found, finishing)
+    if isinstance(decided, tuple) and not finishing:
+        decided = queued(found, decided, parked.ahead(connection, root)) or decided
     if isinstance(decided, Refused):
         return replace(
             decided, pace=pace.paces(connection, root, {decided.budget}).get(decided.budget)
         )
     messages = backlog.seen(connection, root, bound)
-    return Backlogged(messages, bound) if messages >= bound else None
+    if messages >= bound:
+        return Backlogged(messages, bound)
+    fed = {} if queue is None else waiting.fed(connection, root, {queue}, note=False)
+    own = lines[0].amount if weight is None else weight
+    return next((waiting.full(one, own) for one in fed.values()), None)
 
 
 def look_through(
@@ -59,9 +73,8 @@ def look_through(
     """
     found: Refused | Unknown | Backlogged | Full | None = None
     for number, (lane, lines) in enumerate(ways):
-        found = look(connection, root, lines, finishing, bound)
-        if found is None and not finishing:
-            found = waiting.refusal(connection, root, lane, weight)
+        queue = None if finishing else lane.queues[0]
+        found = look(connection, root, lines, finishing, bound, queue, weight)
         if not isinstance(found, (Refused, Full)):
             return number, found
     return len(ways) - 1, found

@@ -27,7 +27,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.store import deadlines
 from celery_budget.store.insert import insert_new
-from celery_budget.store.outbox import columns_of
+from celery_budget.store.outbox import columns_of, held
 from celery_budget.store.schema import instant, lines, now_us, parked, reservations
 
 #: How many requests are looked for by one statement.
@@ -38,6 +38,7 @@ __all__ = [
     "before",
     "count",
     "drop",
+    "is_held_back",
     "lock_parked",
     "look_anew",
     "of_task",
@@ -343,6 +344,20 @@ def parked_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> u
             parked.c.root == root, parked.c.reservation_id == reservation_id
         )
     ).scalar()
+
+
+def is_held_back(connection: Connection, row: sa.Row[Any]) -> bool:
+    """Tell whether a reservation's next attempt is parked, or held by a lane. One SELECT.
+
+    Then it has no message that could be delivered: what is, is the broker's own redelivery of its
+    last attempt's. The lane may be younger than the reservation. The caller holds its row.
+    """
+    waits = sa.select(parked.c.parked_id).where(
+        parked.c.root == row.root, parked.c.reservation_id == row.reservation_id
+    )
+    laned = held(row.root, row.reservation_id, row.retries)
+    found = connection.execute(sa.union_all(waits, laned) if row.attempts else waits)
+    return found.first() is not None
 
 
 def of_task(connection: Connection, root: str, task_id: str) -> uuid.UUID | None:

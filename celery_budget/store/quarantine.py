@@ -89,15 +89,18 @@ def isolate(
     reservation first wins. False, and nothing changed, where the task has been started or has
     ended, and where another relay has taken the message since.
     """
-    request: ReserveRequest | None = None
+    row = None
     if due.reservation_id is not None:
         row = lock(connection, root, due.reservation_id)
         if row is None or row.state == "running" or row.state in TERMINAL:
             return False
-        request = replace(again_request(connection, row), finishing=row.attempts > 0)
     message = claims.lock_taken(connection, root, fence, due.outbox_id)
     if message is None:
         return False
+    request: ReserveRequest | None = None
+    if row is not None:
+        request = again_request(connection, row, message.tenant)
+        request = replace(request, finishing=row.attempts > 0)
     connection.execute(
         quarantine.insert().values(
             **columns_of(message_of(message)),
@@ -162,7 +165,7 @@ def keep(
             **columns_of(message_of(message)),
             root=root,
             quarantine_id=new_id(),
-            request=parked.written(again_request(connection, row)),
+            request=parked.written(again_request(connection, row, message.tenant)),
             reservation_id=row.reservation_id,
             reason=why.reason,
             error=why.error,

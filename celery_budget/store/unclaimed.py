@@ -36,8 +36,8 @@ def _unstarted(
         or row.state not in CLAIMABLE
         or row.task_id != task_id
         or row.retries != retries
-        # What a next attempt needs is not held yet: it has no message that could be delivered.
-        or parked.parked_of(connection, root, reservation_id) is not None
+        # It has no message that could be delivered.
+        or parked.is_held_back(connection, row)
     ):
         return None
     return row

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.amounts import MAX_AMOUNT
-from celery_budget.core.lanes import Lane, LaneBudget, Load
+from celery_budget.core.lanes import HEAVY, Lane, LaneBudget, Load
 from celery_budget.core.reservations import Full
 from celery_budget.store.schema import (
     IS_HELD,
@@ -33,9 +33,10 @@ __all__ = [
     "Fed",
     "fed",
     "feeding",
+    "full",
     "has_lanes",
     "lane_of",
-    "refusal",
+    "never",
     "written_budgets",
 ]
 
@@ -93,12 +94,16 @@ def written_budgets(lane: Lane) -> str:
     return json.dumps([(one.budget, one.amount) for one in lane.budgets])
 
 
-def fed(connection: Connection, root: str, queues: Collection[str]) -> dict[str, Fed]:
+def fed(
+    connection: Connection, root: str, queues: Collection[str], *, note: bool = True
+) -> dict[str, Fed]:
     """Return the lanes that feed some queues, by the queues, with what they hold back now.
 
     Up to :data:`MOST_COUNTED` messages are counted each time. Of more than that one call in two
     seconds counts them all, and the others read what it found. Locks the lane's row of the count,
     only to count, and never waits for it.
+
+    :param note: note what was counted; where not, nothing is locked.
     """
     if not queues:
         return {}
@@ -119,37 +124,43 @@ def fed(connection: Connection, root: str, queues: Collection[str]) -> dict[str,
         if row.name not in found:
             lane = lane_of(row, [row.queue])
             bounded = lane.max_waiting_jobs is not None or lane.max_waiting_units is not None
-            found[row.name] = Fed(lane, _waiting(connection, row) if bounded else Load())
+            found[row.name] = Fed(lane, _waiting(connection, row, note) if bounded else Load())
     return {row.queue: found[row.name] for row in rows}
 
 
-def refusal(connection: Connection, root: str, lane: Lane, weight: int) -> Full | None:
-    """Return how a lane would turn new work of this weight away now; none where it would not.
+def never(connection: Connection, root: str, queue: str, weight: int) -> Full | None:
+    """Return what a request is that its lane could never release; none where it may some time.
 
-    By a look, which counts as :func:`fed` does and notes nothing. Locks nothing.
+    Asked before it is parked, as it would wait for its budget in vain. One SELECT; locks nothing.
     """
-    waiting = Load()
-    if lane.max_waiting_jobs is not None or lane.max_waiting_units is not None:
-        held = sa.select(outbox.c.weight).where(
-            outbox.c.root == root, outbox.c.lane == lane.name, sa.text(IS_HELD)
+    row = connection.execute(
+        sa.select(lanes)
+        .join(
+            lane_queues,
+            sa.and_(lane_queues.c.root == lanes.c.root, lane_queues.c.lane == lanes.c.name),
         )
-        waiting = _sum(connection, held.limit(MOST_COUNTED + 1))
-        if waiting.jobs > MOST_COUNTED:
-            counted = connection.execute(
-                sa.select(lane_tallies.c.jobs, lane_tallies.c.units).where(
-                    lane_tallies.c.root == root, lane_tallies.c.lane == lane.name
-                )
-            ).one()
-            waiting = Load(max(waiting.jobs, counted.jobs), max(waiting.units, counted.units))
-    found = lane.refusal(weight, waiting)
-    return None if found is None else Full(lane.name, found[0], weight, found[1], found[2])
+        .where(lanes.c.root == root, lane_queues.c.queue == queue)
+    ).first()
+    return None if row is None else full(Fed(lane_of(row, [queue]), Load()), weight, HEAVY)
+
+
+def full(fed: Fed, weight: int, *reasons: str) -> Full | None:
+    """Return why a lane takes no new request of this weight; none where it does.
+
+    :param reasons: only these count; all unless given.
+    """
+    refusal = fed.lane.refusal(weight, fed.waiting)
+    if refusal is None or (reasons and refusal[0] not in reasons):
+        return None
+    reason, waiting, bound = refusal
+    return Full(fed.lane.name, reason, weight, waiting, bound)
 
 
 def _is_fresh() -> sa.ColumnElement[bool]:
     return (lane_tallies.c.counted_us > now_us() - FRESH_US).label("fresh")
 
 
-def _waiting(connection: Connection, row: sa.Row[Any]) -> Load:
+def _waiting(connection: Connection, row: sa.Row[Any], note: bool) -> Load:
     counted = Load(int(row.jobs), int(row.units))
     if counted.jobs > MOST_COUNTED and row.fresh:
         return counted
@@ -159,6 +170,8 @@ def _waiting(connection: Connection, row: sa.Row[Any]) -> Load:
     seen = _sum(connection, held.limit(MOST_COUNTED + 1))
     if seen.jobs <= MOST_COUNTED:
         return seen
+    if not note:
+        return _sum(connection, held)
     mine = sa.and_(lane_tallies.c.root == row.root, lane_tallies.c.lane == row.name)
     if not connection.execute(
         sa.select(lane_tallies.c.lane).where(mine).with_for_update(skip_locked=True)

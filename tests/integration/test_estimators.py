@@ -21,6 +21,7 @@ from celery_budget.errors import (
     InvalidAmount,
     InvalidBudget,
     PolicyError,
+    QueueFull,
     UnknownBudget,
 )
 from celery_budget.estimators import by_characters
@@ -260,6 +261,36 @@ def test_a_look_at_a_task(shop: Shop) -> None:
     assert isinstance(look(task, ("x", "nobody")).error, UnknownBudget)
     assert shop.ledger() == before
     assert shop.received() == []
+
+
+def test_a_look_goes_to_the_lane_that_the_call_would(shop: Shop) -> None:
+    task, look = draft_in(shop, estimate=2), shop.budget.would_admit
+    plain, fast = task.s("x"), task.s("x").set(queue="fast")
+    keyed = task.s("x").set(routing_key="fast", exchange="other")
+    alone = task.s("x").set(routing_key="fast")
+    shop.budget.lanes.set("llm", queues=["fast"], max_running_units=1)
+    assert look(plain)
+    assert look(task, ("x",))
+    assert not look(task, ("x",), queue="fast")
+    assert look(fast, queue="slow")
+    assert not look(lines={"tenant:a": 2}, queue="fast")
+    for routed in (fast, keyed):
+        assert isinstance(look(routed).error, QueueFull)
+        with pytest.raises(QueueFull):
+            routed.apply_async()
+    for routed in (plain, alone):
+        assert look(routed)
+        routed.apply_async()
+    shop.app.conf.task_routes = {"shop.draft": {"queue": "fast"}}
+    shop.app.amqp.flush_routes()
+    shop.app.amqp.router = shop.app.amqp.Router()
+    assert isinstance(look(plain).error, QueueFull)
+    with pytest.raises(QueueFull):
+        plain.apply_async()
+    shop.app.conf.task_create_missing_queues = False
+    shop.app.amqp.queues.create_missing = False
+    with pytest.raises(PolicyError, match="nowhere"):
+        look(task.s("x").set(queue="not there"))
 
 
 def test_a_look_is_of_one_task_or_of_lines(shop: Shop) -> None:
