@@ -17,7 +17,15 @@ __all__ = ["Lanes"]
 
 
 #: What :meth:`Lanes.set` takes.
-_TERMS = ("queues", *LIMITS, "max_wait_seconds", "max_wait_us", "preflight", "ageing")
+_TERMS = (
+    "queues",
+    *LIMITS,
+    "max_wait_seconds",
+    "max_wait_us",
+    "preflight",
+    "ageing",
+    "budgets",
+)
 
 
 class _Kept(Protocol):

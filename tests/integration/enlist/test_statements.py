@@ -22,8 +22,9 @@ from tests.integration.enlist.support import Caller
 #: caller's time-out, the savepoint's release. On SQLite: a look at the file; a transaction begun,
 #: a savepoint, what is admitted, its release.
 BLOCK = {"postgresql": 1 + 4, "sqlite": 1 + 3}
-ONE = {"postgresql": 1, "sqlite": 8}
-SEVERAL = {"postgresql": 9, "sqlite": 8}
+#: With a look for what was parked before, where several are asked for, or by SQLite.
+ONE = {"postgresql": 1, "sqlite": 9}
+SEVERAL = {"postgresql": 10, "sqlite": 9}
 PLAIN = {"postgresql": 2, "sqlite": 1}
 
 
