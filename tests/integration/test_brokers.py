@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -580,7 +581,8 @@ def test_messages_that_wait_survive_a_restart_of_the_broker(
     one, published = a_relay(shop), 0
     while published < 2:
         published += one.run_once(NEVER).published
-    assert ids(shop.received()) == wanted
+    # Where the first of the two met a connection that was just ending it comes after the other.
+    assert Counter(ids(shop.received())) == Counter(wanted)
 
 
 @on_rabbitmq

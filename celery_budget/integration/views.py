@@ -1,0 +1,182 @@
+"""What can be seen of an application's ledger; it changes nothing and needs no broker."""
+
+from __future__ import annotations
+
+import threading
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+
+from celery import Celery
+
+from celery_budget import reconcile as shown
+from celery_budget.core.budgets import Balance
+from celery_budget.core.estimates import checked_quantile
+from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
+from celery_budget.integration.capture import arguments_of
+from celery_budget.settings import Settings
+from celery_budget.store import Store, budgets
+
+__all__ = ["Views"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+
+#: Seconds after which Redis and others deliver a message again that nobody acknowledged.
+VISIBILITY = 3600
+
+
+class Views:
+    """A ledger as it is looked at, found by its application's configuration when first needed."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._settings: Settings | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, read from the application's configuration at first use.
+
+        :raises ConfigurationError: where one is missing or cannot work.
+        """
+        if self._settings is None:
+            settings = Settings.read(self.app.conf.get)
+            options = self.app.conf.broker_transport_options or {}
+            settings.check_retention(
+                "the broker's visibility_timeout", options.get("visibility_timeout") or VISIBILITY
+            )
+            self._settings = settings
+        return self._settings
+
+    @property
+    def store(self) -> Store:
+        """The ledger's database; connects at first use."""
+        if self._store is None:
+            with self._lock:
+                if self._store is None:
+                    self._store = Store(self.settings.database_url, self.settings.lock_seconds)
+        return self._store
+
+    def balance(self, name: str) -> Balance:
+        """Return ``limit``, ``reserved``, ``spent`` and ``available`` of the budget ``name``.
+
+        :raises UnknownBudget: where there is none.
+        """
+        return self.store.read(budgets.balance, self.settings.root, name)
+
+    def balances(self) -> list[Balance]:
+        """Return the balances of all budgets, by name."""
+        return self.store.read(budgets.balances_of, self.settings.root)
+
+    def standing(self, name: str) -> shown.Standing | shown.Template:
+        """Return how a budget or a template stands: terms, balance, all above, grants in force.
+
+        :raises UnknownBudget: where there is none.
+        """
+        return shown.standing(self.store, self.settings, name)
+
+    def templates(self) -> list[shown.Template]:
+        """Return all templates, by name."""
+        return shown.templates(self.store, self.settings)
+
+    def grants(self, name: str, *, ended: bool = False) -> list[shown.Grant]:
+        """Return the grants of the budget ``name`` that are in force, the last to end first.
+
+        :param ended: those as well that are over.
+        :raises UnknownBudget: where there is no such budget.
+        """
+        return shown.grants(self.store, self.settings, name, ended)
+
+    def journal(self, name: str, limit: int = 100) -> list[shown.Entry]:
+        """Return the last ``limit`` changes of the balances of ``name``, the newest first.
+
+        :raises UnknownBudget: where there is no such budget.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of entries is an integer from 1 on, not {limit!r}")
+        return shown.journal(self.store, self.settings, name, limit)
+
+    def quarantine(self, limit: int = 100) -> list[shown.Quarantined]:
+        """Return the last ``limit`` of what is in quarantine, the last first.
+
+        Messages that could not be published, whose requests have ended as ``unpublishable``, and
+        requests that have failed for good. They hold no budget.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of messages is an integer from 1 on, not {limit!r}")
+        return shown.quarantined(self.store, self.settings, limit)
+
+    def quarantined(self, some_id: str) -> shown.Quarantined:
+        """Return one that is in quarantine.
+
+        :param some_id: its id there, or that of its task.
+        :raises NotQuarantined: where there is none.
+        """
+        found = shown.find_quarantined(self.store, self.settings, some_id, arguments_of)
+        if found is None:
+            raise NotQuarantined(some_id)
+        return found
+
+    def quarantine_is_full(self) -> bool:
+        """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
+        return shown.quarantine_is_full(self.store, self.settings)
+
+    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
+        return shown.parked(self.store, self.settings, limit)
+
+    def queued(self) -> tuple[shown.Queued, ...]:
+        """Return for each budget that anything waits for how much, and for how long."""
+        return shown.queued(self.store, self.settings)
+
+    def report(self) -> shown.Report:
+        """Return balances, counts, drift and whether the ledger adds up."""
+        return shown.report(self.store, self.settings)
+
+    def suggest(
+        self,
+        stage: str | None = None,
+        quantile: float | Decimal | str = "0.95",
+        since: datetime | timedelta | None = None,
+    ) -> tuple[shown.Suggestion, ...]:
+        """Suggest estimates by what was used, for each stage and unit.
+
+        Of the last thousand requests of a stage whose usage was measured those count that succeeded
+        at their first attempt. By nearest rank: a suggestion is what one of them used.
+
+        :param stage: of that one only.
+        :param quantile: for which share of the requests it is to be enough, above 0 and up to 1.
+        :param since: only by requests that ended since then, with a time zone, or within that time.
+        :raises InvalidAmount: for what is no such quantile.
+        :raises InvalidBudget: for an instant without a time zone.
+        """
+        share = checked_quantile(quantile)
+        since_us, lasting_us = _since(since)
+        return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
+
+    def relays(self) -> tuple[shown.RelaySeen, ...]:
+        """Return the relays that run, and those that ended without a word in the last hour."""
+        return shown.relays(self.store, self.settings)
+
+    def reconcile(self) -> shown.Reconciliation:
+        """Return whether the ledger adds up, and what does not."""
+        return shown.reconcile(self.store, self.settings)
+
+    def explain(self, some_id: str) -> list[shown.Story]:
+        """Return the life of the requests with this task id, request id or reservation id."""
+        return shown.explain(self.store, self.settings, some_id)
+
+
+def _since(since: Any) -> tuple[int | None, int | None]:
+    """Return since when, or for how long before now, in microseconds."""
+    if since is None or isinstance(since, timedelta):
+        return None, None if since is None else since // _MICROSECOND
+    if not isinstance(since, datetime) or since.utcoffset() is None:
+        raise InvalidBudget(
+            f"since= is {since!r}; give a datetime with a time zone, or a timedelta before now"
+        )
+    return max((since - _EPOCH) // _MICROSECOND, 0), None
