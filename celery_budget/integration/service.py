@@ -1,8 +1,9 @@
-"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight.
+"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight,
+alerts.
 
 A thread each, so that a result backend that hangs under the sweep never holds up a message, nor
 does a task's own function that is asked about a lost attempt hold up the sweep, nor a broker that
-does not say who consumes a queue the relay.
+does not say who consumes a queue the relay, nor a callable that is told of an alert anything else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from celery_budget import inquiry, parking, recovery, relay
 from celery_budget.errors import StoreError
+from celery_budget.integration.alerts import alerting_of
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.publisher import KombuPublisher
@@ -52,7 +54,8 @@ class RelayService:
         """Start the threads.
 
         :raises SchemaError: where ``budget init`` has not been run.
-        :raises ConfigurationError: where the broker's options forbid what a relay needs.
+        :raises ConfigurationError: where the broker's options forbid what a relay needs, or
+            ``budget_on_alert`` names nothing that can be called.
         """
         if self._running is not None:
             return
@@ -97,6 +100,8 @@ class _Running:
         self._parking = _thread("parked", self._run_parking)
         self._asking = _thread("inquiries", self._run_inquiries)
         self._looking = _thread("preflight", self._run_preflight)
+        self._alerts = alerting_of(budget)
+        self._alerting = _thread("alerts", self._run_alerts)
 
     def start(self) -> None:
         self._relaying.start()
@@ -104,6 +109,7 @@ class _Running:
         self._parking.start()
         self._asking.start()
         self._looking.start()
+        self._alerting.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -114,19 +120,16 @@ class _Running:
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
-        for thread in (self._sweeping, self._parking, self._asking, self._looking):
+        for thread in self._others:
             thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def alive(self) -> bool:
-        threads = (
-            self._relaying,
-            self._sweeping,
-            self._parking,
-            self._asking,
-            self._looking,
-        )
-        return all(thread.is_alive() for thread in threads)
+        return all(thread.is_alive() for thread in (self._relaying, *self._others))
+
+    @property
+    def _others(self) -> tuple[threading.Thread, ...]:
+        return self._sweeping, self._parking, self._asking, self._looking, self._alerting
 
     def _run_relay(self) -> None:
         relay.run(self._relay, self._budget.settings, self._sleeper, self._stop)
@@ -183,6 +186,11 @@ class _Running:
         preflight = Preflight(self._budget.store, self._budget.settings, workers)
         self._again_and_again("preflight", preflight.run_once, PREFLIGHT_SECONDS)
         workers.close()
+
+    def _run_alerts(self) -> None:
+        # What is called finds its application as a task does.
+        self._budget.app.set_current()
+        self._again_and_again("alerts", self._alerts.run_once)
 
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None

@@ -9,7 +9,9 @@ from typing import Any
 
 from celery import Celery
 
+from celery_budget import alerting
 from celery_budget import reconcile as shown
+from celery_budget.core.alerts import StandingAlert
 from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
 from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
@@ -136,6 +138,10 @@ class Views:
     def report(self) -> shown.Report:
         """Return balances, counts, drift and whether the ledger adds up."""
         return shown.report(self.store, self.settings)
+
+    def alerts(self) -> tuple[StandingAlert, ...]:
+        """Return the alerts that stand, the newest first; the relay gives them."""
+        return alerting.standing(self.store, self.settings)
 
     def suggest(
         self,
