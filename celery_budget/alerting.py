@@ -34,7 +34,7 @@ _SECOND = 1_000_000
 
 #: How many budgets one transaction looks at, and how many of those one pass makes.
 PAGE = 1000
-PAGES = 10
+PAGES = 5
 #: How often what costs more than a row or two is looked at.
 STATE_SECONDS = 30.0
 DRIFT_SECONDS = 300.0

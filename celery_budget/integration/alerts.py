@@ -49,6 +49,8 @@ def alerting_of(budget: CeleryBudget) -> Alerting:
     on_alert = on_alert_of(budget)
 
     def tell(alert: Alert, tries: int) -> None:
+        # In a thread of its own: what is called finds its application as a task does.
+        budget.app.set_current()
         if tries == 1:
             # What a receiver raises is logged by the signal.
             alert_signal.send(sender=budget.app, alert=alert)

@@ -188,8 +188,6 @@ class _Running:
         workers.close()
 
     def _run_alerts(self) -> None:
-        # What is called finds its application as a task does.
-        self._budget.app.set_current()
         self._again_and_again("alerts", self._alerts.run_once)
 
     def _again_and_again(

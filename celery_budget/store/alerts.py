@@ -17,7 +17,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.alerts import is_over, is_reached, share_of
 from celery_budget.core.amounts import MAX_AMOUNT
-from celery_budget.core.budgets import MILLION, is_template, percent
+from celery_budget.core.budgets import MILLION, percent
 from celery_budget.core.draws import limits_in_force
 from celery_budget.core.identity import new_id
 from celery_budget.store import levels
@@ -27,6 +27,7 @@ from celery_budget.store.schema import (
     IS_NEXT,
     alert_looks,
     alerts,
+    balances,
     budgets,
     instant,
     now_us,
@@ -136,8 +137,9 @@ def look_at_budgets(
     """Look at the next ``limit`` budgets by name; raise what is reached, end what is over.
 
     None where another looker has gone on from ``after``, or holds the row. Locks that row, then the
-    alerts that it changes. It reads ``limit`` rows of budgets, of their open windows, and of all
-    above them, whatever the number of budgets or requests.
+    alerts that it changes. It reads ``limit`` rows of budgets and of their open windows, whatever
+    the number of budgets, windows or requests; of those that are near a threshold, or have given
+    an alert, also what is above them.
 
     :param after: the name behind which the page begins.
     :param by_default: the thresholds of budgets that have none of their own.
@@ -160,10 +162,63 @@ def look_at_budgets(
     )
     looked = Looked(after=names[-1] if len(names) == limit else "")
     if names:
-        own = [name for name in names if not is_template(name)]
-        _look_at(connection, root, own, by_default, looked)
+        near = _near(connection, root, after, names[-1], by_default)
+        if near:
+            _look_at(connection, root, near, by_default, looked)
     connection.execute(alert_looks.update().where(mine).values(after_name=looked.after))
     return looked
+
+
+def _near(
+    connection: Connection, root: str, after: str, last: str, by_default: tuple[int, ...]
+) -> list[str]:
+    """Return the budgets of a page that may have come to a threshold, or have given an alert.
+
+    What is left to decide exactly: limits that are shares, grants, which raise a limit, thresholds
+    of their own.
+    """
+    now = instant()
+    window = (
+        sa.select(sa.func.max(balances.c.window_us))
+        .where(
+            balances.c.root == root,
+            balances.c.budget == budgets.c.name,
+            balances.c.window_us <= now,
+        )
+        .correlate(budgets)
+        .scalar_subquery()
+    )
+    used = sa.cast(balances.c.reserved, sa.Double) + sa.cast(balances.c.spent, sa.Double)
+    # A double is wrong by less than that.
+    lowest = min(by_default, default=0) / MILLION * 0.999
+    reaches = used >= lowest * sa.cast(budgets.c.limit_amount, sa.Double)
+    by_the_setting = sa.and_(budgets.c.alert_at.is_(None), reaches) if by_default else sa.false()
+    near = (
+        sa.select(budgets.c.name)
+        .join(
+            balances,
+            sa.and_(
+                balances.c.root == root,
+                balances.c.budget == budgets.c.name,
+                balances.c.window_us == window,
+                balances.c.stripe == 0,
+            ),
+        )
+        .where(
+            budgets.c.root == root,
+            budgets.c.name > after,
+            budgets.c.name <= last,
+            used > 0,
+            sa.or_(budgets.c.limit_share.is_not(None), budgets.c.alert_at != "", by_the_setting),
+        )
+    )
+    given = sa.select(alerts.c.subject).where(
+        alerts.c.root == root,
+        alerts.c.kind == BUDGET,
+        alerts.c.subject > after,
+        alerts.c.subject <= last,
+    )
+    return sorted({name for one in (near, given) for name in connection.execute(one).scalars()})
 
 
 def _look_at(
