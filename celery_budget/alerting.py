@@ -341,7 +341,8 @@ def _quarantine(connection: Connection, root: str, settings: Settings) -> alerts
 def _overdue(connection: Connection, root: str, settings: Settings) -> alerts.Looked:
     most = settings.alert_overdue_seconds
     oldest = alerts.find_overdue(connection, root) if most else None
-    found, keep = [], ()
+    found: list[alerts.Found] = []
+    keep: tuple[str, ...] = ()
     if oldest is not None and oldest.age_us >= most * _SECOND:
         age = oldest.age_us / _SECOND
         why = f": {oldest.last_error}" if oldest.last_error else ""

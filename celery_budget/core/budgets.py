@@ -268,9 +268,9 @@ class Budget:
         given = self.alert_at
         if given is None:
             return
-        rising = isinstance(given, tuple) and all(type(one) is int for one in given)
         if (
-            not rising
+            type(given) is not tuple
+            or not all(type(one) is int for one in given)
             or list(given) != sorted(set(given))
             or len(given) > MOST_THRESHOLDS
             or not all(0 < one <= TOP for one in given)

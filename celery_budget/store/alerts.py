@@ -231,19 +231,21 @@ def _look_at(
     rows = {row.name: row for row in levels.rows_above(connection, root, names)}
     known = {name: levels.level(row) for name, row in rows.items()}
     given: dict[str, list[Row]] = {}
-    for row in connection.execute(
+    for alert in connection.execute(
         sa.select(alerts).where(
             alerts.c.root == root, alerts.c.kind == BUDGET, alerts.c.subject.in_(names)
         )
     ):
-        given.setdefault(row.subject, []).append(row)
+        given.setdefault(alert.subject, []).append(alert)
     found, over = [], []
     for name in names:
         row = rows.get(name)
-        if row is None or row.window_us is None or row.state == "closed":
+        if row is None or row.window_us is None:
             continue
         own = thresholds_of(row.alert_at)
         wanted = by_default if own is None else own
+        if row.state == "closed":
+            wanted = ()
         used = int(row.reserved or 0) + int(row.spent or 0)
         if not used and name not in given:
             continue
