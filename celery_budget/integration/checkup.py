@@ -220,12 +220,17 @@ def _store(budget: CeleryBudget) -> StoreSeen:
 
 
 def _write_error(budget: CeleryBudget) -> str:
+    # By a connection that is new: one that was used to read says READ WRITE from then on, which a
+    # new one of a read-only role does not.
+    fresh = budget.store.beside()
     try:
-        budget.store.run(seen.try_writing, budget.settings.root)
+        fresh.run(seen.try_writing, budget.settings.root)
     except seen.Undone:
         return ""
     except BudgetError as error:
         return str(error)
+    finally:
+        fresh.dispose()
     raise AssertionError("a trial has no other end")  # pragma: no cover
 
 

@@ -188,7 +188,7 @@ class _Running:
         workers.close()
 
     def _run_alerts(self) -> None:
-        self._again_and_again("alerts", self._alerts.run_once)
+        self._again_and_again("alerts", self._alerts.run_once, self._budget.settings.alert_seconds)
 
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None
