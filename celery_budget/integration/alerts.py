@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.imports import symbol_by_name
 
-from celery_budget import reconcile
 from celery_budget.alerting import Alerting, Drifted
 from celery_budget.core.alerts import Alert
 from celery_budget.errors import ConfigurationError
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = ["alerting_of", "on_alert_of"]
+
+#: Requests that ended within that time tell whether a stage drifts.
+LATELY = timedelta(days=7)
 
 
 def on_alert_of(budget: CeleryBudget) -> Callable[[Alert], Any] | None:
@@ -74,6 +77,6 @@ def _drifts(budget: CeleryBudget) -> list[Drifted]:
             one.ceiling,
             one.requests,
         )
-        for one in reconcile.drifting(budget.store, budget.settings)
+        for one in budget.report(since=LATELY).drift
         if one.above and one.ratio is not None and one.ceiling is not None
     ]

@@ -3,7 +3,7 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
-from celery_budget.reconcile.estimates import Drift, Suggestion, drifting, suggest
+from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
@@ -52,7 +52,6 @@ __all__ = [
     "balance_as_dict",
     "budget_as_dict",
     "change_as_dict",
-    "drifting",
     "explain",
     "find_parked",
     "find_quarantined",

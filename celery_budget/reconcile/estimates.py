@@ -13,7 +13,7 @@ from celery_budget.settings import ANY_STAGE, Settings
 from celery_budget.store import Connection, Store, estimates
 from celery_budget.store.windows import read_now
 
-__all__ = ["LAST", "Drift", "Suggestion", "drifting", "drifts", "suggest"]
+__all__ = ["LAST", "Drift", "Suggestion", "drifts", "suggest"]
 
 #: So many requests of a stage are looked at for a suggestion, the last ones.
 LAST = 1000
@@ -105,12 +105,6 @@ def drifts(connection: Connection, root: str, ceilings: Mapping[str, float]) -> 
         numbers = int(row.requests), int(row.estimated), int(row.actual)
         found.append(Drift(row.stage, name, version, *numbers, shadow=True))
     return tuple(sorted(found, key=lambda one: one.stage))
-
-
-def drifting(store: Store, settings: Settings) -> tuple[Drift, ...]:
-    """Return the drift of those stages that use more than their ceiling lets pass."""
-    found = store.read(drifts, settings.root, settings.drift_ceilings)
-    return tuple(one for one in found if one.above)
 
 
 def suggest(
