@@ -4,11 +4,12 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
+from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
-from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
+from celery_budget.reconcile.reports import Asked, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
     Grant,
@@ -35,16 +36,22 @@ from celery_budget.reconcile.waiting import (
 )
 
 __all__ = [
+    "Amounts",
+    "Asked",
+    "Day",
     "Drift",
     "Entry",
     "Grant",
+    "Group",
     "LaneStanding",
     "ParkedRequest",
     "Quarantined",
     "Queued",
     "Reconciliation",
+    "Refusals",
     "RelaySeen",
     "Report",
+    "Spread",
     "Standing",
     "Story",
     "Suggestion",
