@@ -123,15 +123,33 @@ class Views:
         """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
         return shown.quarantine_is_full(self.store, self.settings)
 
-    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
-        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
+    def parked(self, limit: int = 100, budget: str | None = None) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first.
+
+        :param budget: only what waits for this one.
+        """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
-        return shown.parked(self.store, self.settings, limit)
+        return shown.parked(self.store, self.settings, limit, budget)
 
     def queued(self) -> tuple[shown.Queued, ...]:
         """Return for each budget that anything waits for how much, and for how long."""
         return shown.queued(self.store, self.settings)
+
+    def overview(
+        self, containing: str = "", state: str | None = None, limit: int = 1000
+    ) -> shown.Overview:
+        """Return how budgets, lanes, what waits, and relays stand, all of it at one moment.
+
+        What is read is bounded by ``limit``: budgets by name, and of what is parked or in
+        quarantine a tenth of that.
+
+        :param containing: only what has this in its name or an id, in whatever case.
+        :param state: only budgets that are ``open``, ``draining`` or ``closed``.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of budgets is an integer from 1 on, not {limit!r}")
+        return shown.overview(self.store, self.settings, containing, state, limit)
 
     def report(self) -> shown.Report:
         """Return balances, counts, drift and whether the ledger adds up."""

@@ -7,6 +7,7 @@ from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
+from celery_budget.reconcile.overview import BudgetSeen, Overview, overview
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
 from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
@@ -35,10 +36,12 @@ from celery_budget.reconcile.waiting import (
 )
 
 __all__ = [
+    "BudgetSeen",
     "Drift",
     "Entry",
     "Grant",
     "LaneStanding",
+    "Overview",
     "ParkedRequest",
     "Quarantined",
     "Queued",
@@ -60,6 +63,7 @@ __all__ = [
     "journal",
     "lane_as_dict",
     "lane_standings",
+    "overview",
     "parked",
     "quarantine_is_full",
     "quarantined",

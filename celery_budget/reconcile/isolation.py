@@ -12,7 +12,7 @@ from celery_budget.core.retries import TRACEBACK
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, quarantine
 
-__all__ = ["Quarantined", "find_quarantined", "is_full", "of_request", "quarantined"]
+__all__ = ["Quarantined", "find_quarantined", "is_full", "of_request", "quarantined", "quarantined_in"]
 
 #: Reads of a message's envelope how its task's arguments are written, positional ones and others.
 Arguments = Callable[[str], tuple[str | None, str | None]]
@@ -60,8 +60,14 @@ class Quarantined:
 
 def quarantined(store: Store, settings: Settings, limit: int) -> list[Quarantined]:
     """Return what is in quarantine, the last first."""
-    rows = store.read(quarantine.listed, settings.root, limit)
-    return [_shown(row) for row in rows]
+    return store.read(quarantined_in, settings.root, limit)
+
+
+def quarantined_in(
+    connection: Connection, root: str, limit: int, containing: str = ""
+) -> list[Quarantined]:
+    """As :func:`quarantined`; only what has a text in a name or an id, where one is given."""
+    return [_shown(row) for row in quarantine.listed(connection, root, limit, containing)]
 
 
 def is_full(store: Store, settings: Settings) -> bool:
