@@ -136,23 +136,26 @@ class Views:
         """Return for each budget that anything waits for how much, and for how long."""
         return shown.queued(self.store, self.settings)
 
-    def overview(
-        self, containing: str = "", state: str | None = None, limit: int = 1000
-    ) -> shown.Overview:
-        """Return how budgets, lanes, what waits, and relays stand, all of it at one moment.
+    def report(
+        self,
+        since: datetime | timedelta | None = None,
+        until: datetime | timedelta | None = None,
+        budget: str | None = None,
+        stage: str | None = None,
+        by: str | None = None,
+    ) -> shown.Report:
+        """Return the ledger at one look: balances, what became of requests, and what that took.
 
-        What is read is bounded by ``limit``: budgets by name, and of what is parked or in
-        quarantine a tenth of that.
+        A request belongs to when it was admitted; all that becomes of it is counted there.
 
-        :param containing: only what has this in its name or an id, in whatever case.
-        :param state: only budgets that are ``open``, ``draining`` or ``closed``.
+        :param since: only requests that were admitted from then on: an instant with a time zone, or
+            a time before now.
+        :param until: and before then.
+        :param budget: only requests that draw on it.
+        :param stage: only requests of it.
+        :param by: group the figures as well, by ``tenant``, ``stage``, ``task``, ``day`` or
+            ``estimator``.
         """
-        if type(limit) is not int or limit < 1:
-            raise InvalidAmount(f"a number of budgets is an integer from 1 on, not {limit!r}")
-        return shown.overview(self.store, self.settings, containing, state, limit)
-
-    def report(self) -> shown.Report:
-        """Return balances, counts, drift and whether the ledger adds up."""
         return shown.report(self.store, self.settings)
 
     def suggest(
@@ -175,6 +178,21 @@ class Views:
         share = checked_quantile(quantile)
         since_us, lasting_us = _since(since)
         return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
+
+    def overview(
+        self, containing: str = "", state: str | None = None, limit: int = 1000
+    ) -> shown.Overview:
+        """Return how budgets, lanes, what waits, and relays stand, all of it at one moment.
+
+        What is read is bounded by ``limit``: budgets by name, and of what is parked or in
+        quarantine a tenth of that.
+
+        :param containing: only what has this in its name or an id, in whatever case.
+        :param state: only budgets that are ``open``, ``draining`` or ``closed``.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of budgets is an integer from 1 on, not {limit!r}")
+        return shown.overview(self.store, self.settings, containing, state, limit)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""
