@@ -12,7 +12,14 @@ from celery_budget.core.retries import TRACEBACK
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, quarantine
 
-__all__ = ["Quarantined", "find_quarantined", "is_full", "of_request", "quarantined", "quarantined_in"]
+__all__ = [
+    "Quarantined",
+    "find_quarantined",
+    "is_full",
+    "of_request",
+    "quarantined",
+    "quarantined_in",
+]
 
 #: Reads of a message's envelope how its task's arguments are written, positional ones and others.
 Arguments = Callable[[str], tuple[str | None, str | None]]

@@ -106,9 +106,7 @@ def overview(
     store: Store, settings: Settings, containing: str, state: str | None, limit: int
 ) -> Overview:
     """Return how everything stands, all of it at one moment."""
-    return store.read(
-        _overview, settings.root, settings.max_quarantine, containing, state, limit
-    )
+    return store.read(_overview, settings.root, settings.max_quarantine, containing, state, limit)
 
 
 def _overview(

@@ -13,7 +13,7 @@ from celery_budget.reconcile import Story
 from celery_budget.render.tables import MEANING
 from celery_budget.render.text import facts, literal, moment, number, printable, table_of
 
-__all__ = ["stories_view"]
+__all__ = ["facts_of", "happened", "stories_view"]
 
 Row = dict[str, Any]
 
@@ -42,18 +42,25 @@ def stories_view(stories: Sequence[Story]) -> RenderableType:
 
 
 def _view(story: Story) -> RenderableType:
-    parts: list[RenderableType] = [_facts(story.reservation)]
+    parts: list[RenderableType] = [facts(facts_of(story))]
     if story.lines:
         parts += [Text(), _amounts(story.lines)]
-    events = sorted(_events(story), key=lambda event: event[:2])
+    events = happened(story)
     if events:
-        rows = [(moment(event.at_us), literal(event.what)) for event in events]
+        rows = [(moment(at_us), literal(what)) for at_us, what in events]
         parts += [Text(), table_of(["when", "what"], rows, numbers=["when"])]
     return Group(*parts)
 
 
-def _facts(told: Row) -> RenderableType:
-    """What does not change, the state, and what the request waits for."""
+def happened(story: Story) -> list[tuple[int, str]]:
+    """Return what happened to a request, and when, in order."""
+    events = sorted(_events(story), key=lambda event: event[:2])
+    return [(event.at_us, event.what) for event in events]
+
+
+def facts_of(story: Story) -> dict[str, str | None]:
+    """Return what does not change, the state, and what the request waits for."""
+    told = story.reservation
     task, task_id, reason = told["task_name"], told.get("task_id"), told.get("reason")
     known: dict[str, str | None] = {
         "task": f"{task}[{task_id}]" if task_id else task,
@@ -85,7 +92,7 @@ def _facts(told: Row) -> RenderableType:
             f"{isolated['reason']} since {moment(isolated['quarantined_us'])} "
             f"({isolated['quarantine_id']}): {isolated['error']}"
         )
-    return facts(known)
+    return known
 
 
 def _amounts(lines: Iterable[Row]) -> RenderableType:

@@ -266,8 +266,8 @@ def listed(
     if budget is not None:
         where.append(parked.c.budget == budget)
     if containing:
-        named = (parked.c.budget, parked.c.owner, parked.c.task_name, parked.c.task_id)
-        found = (one.icontains(containing, autoescape=True) for one in (*named, parked.c.request_id))
+        names = ("budget", "owner", "task_name", "task_id", "request_id")
+        found = (parked.c[name].icontains(containing, autoescape=True) for name in names)
         where.append(sa.or_(*found))
     return list(
         connection.execute(
