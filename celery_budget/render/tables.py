@@ -26,6 +26,7 @@ __all__ = [
     "FULL",
     "MEANING",
     "counts_table",
+    "drift_mark",
     "drift_table",
     "parked_table",
     "quarantine_counts",
@@ -160,7 +161,7 @@ def suggestions_table(
 
 
 def _drift_row(drift: Drift) -> list[Text | str]:
-    mark = _drift_mark(drift)
+    mark = drift_mark(drift)
     return [
         literal(drift.stage),
         literal(drift.estimator),
@@ -173,7 +174,8 @@ def _drift_row(drift: Drift) -> list[Text | str]:
     ]
 
 
-def _drift_mark(drift: Drift) -> str:
+def drift_mark(drift: Drift) -> str:
+    """Return what is to be said of an estimator; nothing of one that is good enough."""
     marks = ["shadow"] if drift.shadow else []
     if drift.above or (drift.ratio is None and drift.actual):
         marks.append("estimated too low")
