@@ -61,7 +61,7 @@ def create_app(
 def server(app: Any, root_path: str = "") -> uvicorn.Server:
     """Return a server of the dashboard, which is to be run with a socket that listens.
 
-    It says nothing by itself but errors, and knows no request by its address: that may have a token.
+    It says nothing by itself but errors, and logs no addresses: one of them may have the token.
 
     :raises MissingExtra: without the extra ``dashboard``.
     """

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from markupsafe import Markup
+
 from celery_budget.core.budgets import is_template
 from celery_budget.errors import UnknownBudget, UnknownRequest
 from celery_budget.integration.views import Views
@@ -20,8 +22,19 @@ from celery_budget.reconcile import (
     Story,
     Template,
 )
+from celery_budget.render import plots
 
-__all__ = ["BudgetLook", "Filters", "Life", "OverviewLook", "budget", "life", "overview", "report"]
+__all__ = [
+    "BudgetLook",
+    "Filters",
+    "Life",
+    "OverviewLook",
+    "PlotsLook",
+    "budget",
+    "life",
+    "overview",
+    "report",
+]
 
 #: So many budgets are read, filtered and sorted; where there are more, a page says so.
 MOST_BUDGETS = 1000
@@ -203,10 +216,12 @@ class Life:
 
 
 def life(views: Views, some_id: str) -> Life:
-    """Read the life of one request.
+    """Read the life of one request; nothing of none.
 
     :raises UnknownRequest: where nothing is known of it.
     """
+    if not some_id:
+        return Life(some_id, ())
     # No id has a null character, and a database takes none.
     stories = () if "\0" in some_id else tuple(views.explain(some_id))
     if not stories:
@@ -214,6 +229,28 @@ def life(views: Views, some_id: str) -> Life:
     return Life(some_id, stories)
 
 
-def report(views: Views, days: str) -> Report:
-    """Read the figures of the last days."""
-    return views.report(since=timedelta(days=int(days)))
+@dataclass(frozen=True)
+class PlotsLook:
+    """The figures of the last days, with the plots of them."""
+
+    report: Report
+    drawn: tuple[Markup, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for JSON."""
+        return self.report.as_dict()
+
+
+def report(views: Views, days: str) -> PlotsLook:
+    """Read the figures of the last days, and draw them."""
+    found = views.report(since=timedelta(days=int(days)))
+    spend = (plots.spend_plot(found.days, one) for one in plots.top_budgets(found.balances))
+    return PlotsLook(
+        found,
+        (
+            *spend,
+            plots.drift_plot(found.drift),
+            plots.waits_plot(found.days),
+            plots.runs_plot(found.days),
+        ),
+    )

@@ -104,6 +104,11 @@ def command(project: str) -> Callable[..., str]:
     return written
 
 
+def _signed(amount: int) -> str:
+    """Return by how much something changed; a dash for not at all."""
+    return f"{amount:+,}" if amount else "-"
+
+
 def _told(value: Any) -> str:
     """Return what a row has under a name: amounts with separators, nothing for none."""
     if value is None:
@@ -119,5 +124,6 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "lasting": lasting,
     "number": number,
     "printable": printable,
+    "signed": _signed,
     "told": _told,
 }
