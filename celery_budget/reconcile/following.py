@@ -59,8 +59,7 @@ def next_steps(
     found: list[Next] = []
     is_open = request is None or request["ended_us"] is None
     running = [one for one in attempts if one["lease_until_us"] is not None]
-    for attempt in running:
-        found.append(_of_attempt(attempt))
+    found += map(_of_attempt, running)
     for row in parked:
         found += _of_parked(row)
     for message in messages:

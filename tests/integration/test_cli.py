@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -248,6 +248,7 @@ def test_explain_a_settled_request_by_each_of_its_ids(shop: Shop, run: Run) -> N
     ]
     assert happened == [
         "admitted",
+        "published to celery",
         "attempt 1 started on worker@host",
         "attempt 1 used 4 tokens",
         "attempt 1 returned",
