@@ -13,12 +13,13 @@ from starlette.responses import HTMLResponse
 
 from celery_budget.dashboard import looks, words
 from celery_budget.dashboard.reads import Seen
-from celery_budget.reconcile import Template
+from celery_budget.reconcile import Standing, Template
 from celery_budget.render import plots
 from celery_budget.render.budgets import standing_facts
 from celery_budget.render.lanes import WHY
-from celery_budget.render.stories import facts_of, happened
+from celery_budget.render.stories import facts_of
 from celery_budget.render.tables import GONE_SECONDS, ISOLATED, MEANING, OVERDUE_SECONDS
+from celery_budget.render.timeline import events_of
 
 __all__ = ["FILES", "Pages"]
 
@@ -37,7 +38,7 @@ class File:
 
 
 def _file(name: str, kind: str) -> File:
-    return File(files(__package__).joinpath("static", name).read_text("utf-8"), kind)
+    return File(files(__package__).joinpath("static").joinpath(name).read_text("utf-8"), kind)
 
 
 #: All that is served as it is.
@@ -115,11 +116,18 @@ class Pages:
         look = seen.value
         template = "template.html" if isinstance(look.standing, Template) else "budget.html"
         told = standing_facts(look.standing)
+        if isinstance(look.standing, Standing):
+            balance, room_of = look.standing.balance, look.standing.room_of
+            if balance.end_us is not None:
+                begin, end = words.clock(balance.start_us), words.clock(balance.end_us)
+                told["window"] = f"{begin} to {end} UTC"
+            if room_of in (None, balance.budget):
+                told.pop("new work")  # as the tile says
         return self._page(request, template, seen, look=look, standing=look.standing, told=told)
 
     def request(self, request: Request, seen: Seen[looks.Life]) -> HTMLResponse:
         """The life of the requests with one id."""
-        lives = [(story, facts_of(story), happened(story)) for story in seen.value.stories]
+        lives = [(story, facts_of(story), events_of(story)) for story in seen.value.stories]
         return self._page(request, "request.html", seen, some_id=seen.value.some_id, lives=lives)
 
     def plots(self, request: Request, seen: Seen[looks.PlotsLook]) -> HTMLResponse:

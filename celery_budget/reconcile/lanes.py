@@ -12,7 +12,7 @@ from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store
 from celery_budget.store import lanes as stored
 
-__all__ = ["LaneStanding", "lane_standings", "lane_standings_in"]
+__all__ = ["LaneStanding", "lane_standings", "lane_standings_in", "why_held"]
 
 #: For how long it counts that workers answered, in seconds.
 FRESH_SECONDS = stored.FRESH_ANSWER_US / 1_000_000
@@ -84,14 +84,15 @@ def _seen(one: stored.LaneStanding) -> LaneStanding:
         one.queued,
         one.running,
         one.oldest_us / 1_000_000,
-        _why(one),
+        why_held(one),
         answer.awake,
         answer.seconds,
         answer.reason,
     )
 
 
-def _why(one: stored.LaneStanding) -> str | None:
+def why_held(one: stored.LaneStanding) -> str | None:
+    """Return what keeps a lane from letting go anything; none for nothing."""
     if one.lane.paused:
         return "paused"
     answer = one.answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -247,8 +248,9 @@ def test_explain_a_settled_request_by_each_of_its_ids(shop: Shop, run: Run) -> N
     ]
     assert happened == [
         "admitted",
+        "published to celery",
         "attempt 1 started on worker@host",
-        "attempt 1 used 4",
+        "attempt 1 used 4 tokens",
         "attempt 1 returned",
         "settled",
     ]
@@ -278,8 +280,8 @@ def test_explain_parked_work(shop: Shop, run: Run) -> None:
     ledger.admit(request, continuation=True)
     done = run(shop.app, "explain", request.task_id)
     assert done.code == 0
-    assert "state    parked" in done.out
-    assert "waits    for 99 of budget tenant:a since 20" in done.out
+    assert re.search(r"^state +parked: exhausted$", done.out, re.MULTILINE)
+    assert "waits      for 99 of budget tenant:a since 20" in done.out
     [found] = run(shop.app, "explain", request.task_id, "--json").json["requests"]
     assert found["reservation"]["state"] == "parked"
 
