@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Awaitable, Callable, Collection, Hashable
 from typing import Any
 
@@ -46,7 +45,7 @@ def build(
 ) -> ASGIApp:
     """Return the whole application; see :func:`celery_budget.dashboard.create_app`."""
     pages = Pages(project)
-    routes = _Routes(views, pages, project)
+    routes = _Routes(views, pages)
     application = Starlette(
         routes=routes.all(),
         exception_handlers={
@@ -62,10 +61,9 @@ def build(
 class _Routes:
     """What answers to which address."""
 
-    def __init__(self, views: Views, pages: Pages, project: str) -> None:
+    def __init__(self, views: Views, pages: Pages) -> None:
         self._views = views
         self._pages = pages
-        self._called = f"-A {shlex.quote(project)} "
         self._reads = Reads()
 
     def all(self) -> list[Route]:
@@ -157,7 +155,7 @@ class _Routes:
 
     def turned_away(self, request: Request, status: int, why: str) -> Response:
         """Answer with an error: as JSON below ``/api``, as a page elsewhere."""
-        why = why.replace("-A PROJ ", self._called)
+        why = self._pages.said(why)
         if path_of(request.scope).startswith(API):
             return JSONResponse({"error": why, "status": status}, status)
         return self._pages.error(request, status, why)

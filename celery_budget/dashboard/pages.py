@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -19,6 +20,7 @@ from celery_budget.render.budgets import standing_facts
 from celery_budget.render.lanes import WHY
 from celery_budget.render.stories import facts_of
 from celery_budget.render.tables import GONE_SECONDS, ISOLATED, MEANING, OVERDUE_SECONDS
+from celery_budget.render.text import printable
 from celery_budget.render.timeline import events_of
 
 __all__ = ["FILES", "Pages"]
@@ -83,7 +85,8 @@ class Pages:
             lstrip_blocks=True,
             auto_reload=False,
         )
-        self._environment.filters |= words.FILTERS
+        self._called = f"-A {shlex.quote(project)} "
+        self._environment.filters |= {**words.FILTERS, "said": self.said}
         self._environment.globals |= {
             "command": words.command(project),
             "versions": {name: file.version for name, file in FILES.items()},
@@ -91,6 +94,10 @@ class Pages:
             "isolated": ISOLATED,
             "held_back": WHY,
         }
+
+    def said(self, text: str) -> str:
+        """Return what is said on one line, with the commands it names as they are called here."""
+        return printable(text).replace("-A PROJ ", self._called)
 
     def overview(self, request: Request, seen: Seen[looks.OverviewLook]) -> HTMLResponse:
         """The first page."""
