@@ -2,7 +2,7 @@
 // that focus, selection and what is opened stay. Everything works without it, but by hand.
 "use strict";
 (() => {
-  const EVERY = 2000, MOST = 30000, PATIENCE = 15000;
+  const EVERY = 2000, MOST = 10000, PATIENCE = 15000;
   const main = document.getElementById("main");
   const told = document.getElementById("connection");
   const pause = document.getElementById("pause");
