@@ -74,8 +74,13 @@ def _caption(caption: str, note: str) -> Markup:
     return tag("figcaption", tag("strong", caption), " ", tag("span", note, class_="cb-note"))
 
 
-def picture(name: str, title: str, told: str, height: float, *inside: Markup) -> Markup:
-    """Return the drawing of a plot, with its title and description."""
+def picture(
+    name: str, title: str, told: str, height: float, *inside: Markup, wide: bool = False
+) -> Markup:
+    """Return the drawing of a plot, with its title and description.
+
+    :param wide: whether nothing is written beside it.
+    """
     drawn = tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
@@ -88,7 +93,7 @@ def picture(name: str, title: str, told: str, height: float, *inside: Markup) ->
         height=height,
         focusable="false",
     )
-    return tag("div", drawn, class_="cb-plot")
+    return tag("div", drawn, class_="cb-plot cb-plot-wide" if wide else "cb-plot")
 
 
 def named(kind: str, of: str = "") -> str:
