@@ -17,8 +17,9 @@ from celery_budget.cli.values import DURATION
 from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
+from celery_budget.render.reports import report_view
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import queued_table, report_view, suggestions_table, verdict
+from celery_budget.render.tables import queued_table, suggestions_table, verdict
 from celery_budget.render.text import literal, number
 
 __all__ = ["explain", "journal", "list_", "reconcile", "report", "show", "suggest"]

@@ -32,11 +32,11 @@ from celery_budget.render.budgets import (
     standing_view,
 )
 from celery_budget.render.documents import json_document
+from celery_budget.render.reports import report_view
 from celery_budget.render.stories import stories_view
 from celery_budget.render.tables import (
     drift_table,
     relays_table,
-    report_view,
     suggestions_table,
     verdict,
 )

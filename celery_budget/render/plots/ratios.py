@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from celery_budget.reconcile import Drift
+from celery_budget.render.grids import DRIFT_LOW, drift_mark
 from celery_budget.render.plots.frame import empty, figure, picture
 from celery_budget.render.plots.svg import percent, tag, text
 from celery_budget.render.plots.ticks import near
-from celery_budget.render.tables import DRIFT_LOW, drift_mark
 from celery_budget.render.text import number, printable
 
 __all__ = ["drift_plot"]
