@@ -224,8 +224,7 @@ def drift_grid(drifts: Sequence[Drift]) -> Grid:
         rows.append(
             (
                 drift.stage,
-                drift.estimator,
-                drift.version,
+                f"{drift.estimator}:{drift.version}",
                 number(drift.requests),
                 number(drift.estimated),
                 number(drift.actual),
@@ -233,7 +232,7 @@ def drift_grid(drifts: Sequence[Drift]) -> Grid:
                 Cell(mark, "odd"),
             )
         )
-    columns = ["stage", "estimator", "version", *_COMPARED, ""]
+    columns = ["stage", "estimator", *_COMPARED, ""]
     return Grid.of("Estimated and actual", columns, rows, _COMPARED)
 
 

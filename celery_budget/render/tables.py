@@ -59,9 +59,11 @@ _BAD = "bold red"
 _GOOD = "green"
 _STYLES = {"bad": _BAD, "odd": "yellow", "dim": "dim"}
 
-#: Between two columns, and to how many columns all names of a row are folded beside numbers.
+#: Between two columns; to how many columns all names of a row are folded beside numbers, and what
+#: is said behind them.
 _GAP = 3
 _NARROW = 36
+_WORD = 9 + _GAP
 
 #: Open work that is no request, in the singular.
 _OPEN = {
@@ -94,19 +96,21 @@ class _GridView:
 def _parts(grid: Grid, width: int) -> list[list[int]]:
     """Return the columns of each table: those that name a row, and numbers as there is room."""
     every = range(len(grid.columns))
+    heads = [cell_len(name) + _GAP for name in grid.columns]
     widths = [
-        max(cell_len(word) for word in (grid.columns[at], *(row[at].text for row in grid.rows)))
-        + _GAP
+        max(heads[at], *(cell_len(row[at].text) + _GAP for row in grid.rows)) if grid.rows else 0
         for at in every
     ]
     numbers = [at for at in every if grid.columns[at] in grid.numbers]
     before = [at for at in every if not numbers or at < numbers[0]]
     after = [at for at in every if at not in numbers and at not in before]
-    # Names are folded, to no less than this.
-    named = sum(min(widths[at], _NARROW // len(before)) for at in before)
+    # Words are folded, to no less than this.
+    least = _NARROW // max(1, len(before))
+    room = width - sum(min(widths[at], max(heads[at], least)) for at in before)
+    room -= sum(min(widths[at], _WORD) for at in after) - _GAP
     parts: list[list[int]] = [[]]
     for at in numbers:
-        if parts[-1] and named + sum(widths[one] for one in parts[-1]) + widths[at] > width:
+        if parts[-1] and sum(widths[one] for one in (*parts[-1], at)) > room:
             parts.append([])
         parts[-1].append(at)
     parts[-1] += after

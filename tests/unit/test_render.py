@@ -111,8 +111,7 @@ def test_drift_is_marked_where_it_is_far_off(estimated: int, actual: int, shown:
     [row] = [line for line in shows if line.split()[0] == "draft"]
     assert row.split() == [
         "draft",
-        "tokens_of",
-        "2",
+        "tokens_of:2",
         "3",
         number(estimated),
         number(actual),

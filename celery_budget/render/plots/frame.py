@@ -38,11 +38,14 @@ def figure(
     drawing: Markup,
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
+    *,
+    opened: bool = False,
 ) -> Markup:
     """Return a plot with its caption, and the same figures as a table that can be opened.
 
     :param name: its id on the page.
     :param columns: headings; the first column names its row.
+    :param opened: whether the table is open from the beginning.
     """
     head = tag("tr", *(tag("th", one, scope="col") for one in columns))
     body = [
@@ -59,6 +62,7 @@ def figure(
             "details",
             tag("summary", "Figures", tag("span", f" of {caption}", class_="cb-unseen")),
             tag("div", table, class_="cb-scroll", tabindex="0", role="region", aria_label=caption),
+            **({"open": ""} if opened else {}),
         ),
         class_="cb-figure",
         id=name,

@@ -63,7 +63,7 @@ def drift_plot(drifts: Sequence[Drift], most: int = 12) -> Markup:
     ]
     columns = ["stage, estimator", "requests", "estimated", "actual", "ratio", ""]
     drawing = picture(_NAME, caption, told, _ROW * len(drawn) + _BELOW, *parts, wide=True)
-    return figure(_NAME, caption, note, drawing, columns, rows)
+    return figure(_NAME, caption, note, drawing, columns, rows, opened=True)
 
 
 def _furthest(drifts: Sequence[Drift], most: int) -> list[Drift]:
