@@ -1,7 +1,7 @@
 """A report as CSV (RFC 4180), in the long form that spreadsheets and data frames take.
 
-One row for each budget, or for each group and budget: what is counted of the whole, or of the group,
-stands in each of its rows, and is not to be added up over them.
+One row for each budget, or for each group and budget. What is counted of the whole, or of the
+group, stands in each of its rows, and is not to be added up over them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from celery_budget.render.grids import MEANING, REFUSED
 
 __all__ = ["COLUMNS", "report_csv"]
 
-_BALANCE = ("limit", "reserved", "spent", "available", "period", "window_start_us", "window_end_us")
+_BALANCE = ("limit", "reserved", "spent", "available", "period", "start_us", "end_us")
 _AMOUNTS = ("requests", "estimated", "charged", "over_use", "requests_over")
 _TIMES = tuple(
     f"{what}_{figure}"
@@ -36,8 +36,9 @@ COLUMNS = (
     *MEANING,
     *(f"failed_{how}" for how in FAILURES),
     *_TIMES,
+    "budget_refused",
     *_REFUSED,
-    *_BALANCE,
+    *(f"balance_{name}" for name in _BALANCE),
 )
 
 #: What makes a spreadsheet take a text for a formula, at its beginning.
@@ -70,30 +71,33 @@ def _whole(report: Report) -> Iterator[Row]:
     """Yield a row for each budget that has a balance, or was drawn on."""
     shared = _figures(report.counts, report.failures, report.waits, report.runs)
     amounts = {one.budget: one for one in report.amounts}
-    refused: dict[str, Row] = {}
-    for one in report.refusals:
-        column = f"budget_refused_{one.reason}"
-        if column in _REFUSED:
-            refused.setdefault(one.budget, dict.fromkeys(_REFUSED, 0))[column] = one.count
+    refused = {one.budget: _refused(report, one.budget) for one in report.refusals}
+    never = _refused(report, None)
     balances = {one.budget: one for one in report.balances}
     names = list(dict.fromkeys([*balances, *amounts, *refused])) or [""]
     for name in names:
         balance = balances.get(name)
         yield {
             "budget": name,
-            **({} if balance is None else _balance(balance)),
             **_amounts(amounts.get(name)),
+            **({} if balance is None else _balance(balance)),
             **shared,
-            **refused.get(name, dict.fromkeys(_REFUSED, 0)),
+            **refused.get(name, never),
         }
+
+
+def _refused(report: Report, budget: str | None) -> Row:
+    """Return how often a budget was short, in all and by reason."""
+    found = {one.reason: one.count for one in report.refusals if one.budget == budget}
+    by_reason = {f"budget_refused_{reason}": found.get(reason, 0) for reason in REFUSED}
+    return {"budget_refused": sum(found.values()), **by_reason}
 
 
 def _grouped(by: str, groups: tuple[Group, ...]) -> Iterator[Row]:
     for group in groups:
         shared = _figures(group.counts, group.failures, group.waits, group.runs)
         for one in group.amounts or (None,):
-            named = {} if one is None else {"budget": one.budget, "unit": one.unit}
-            yield {"by": by, "group": group.key, **named, **_amounts(one), **shared}
+            yield {"by": by, "group": group.key, **_amounts(one), **shared}
 
 
 def _figures(
@@ -120,17 +124,11 @@ def _amounts(one: Amounts | None) -> Row:
     if one is None:
         return dict.fromkeys(_AMOUNTS, 0)
     figures = (one.requests, one.estimated, one.charged, one.over, one.requests_over)
-    return dict(zip(_AMOUNTS, figures, strict=True))
+    return {"budget": one.budget, "unit": one.unit, **dict(zip(_AMOUNTS, figures, strict=True))}
 
 
 def _balance(balance: Balance) -> Row:
     return {
         "unit": balance.unit,
-        "limit": balance.limit,
-        "reserved": balance.reserved,
-        "spent": balance.spent,
-        "available": balance.available,
-        "period": balance.period,
-        "window_start_us": balance.start_us,
-        "window_end_us": balance.end_us,
+        **{f"balance_{name}": getattr(balance, name) for name in _BALANCE},
     }
