@@ -15,6 +15,7 @@ from celery_budget.cli import (
     parked,
     quarantine,
     relay,
+    report,
 )
 from celery_budget.cli.group import budget
 
@@ -29,4 +30,5 @@ __all__ = [
     "parked",
     "quarantine",
     "relay",
+    "report",
 ]

@@ -18,10 +18,10 @@ from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
 from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import queued_table, report_view, suggestions_table, verdict
+from celery_budget.render.tables import queued_table, suggestions_table, verdict
 from celery_budget.render.text import literal, number
 
-__all__ = ["explain", "journal", "list_", "reconcile", "report", "show", "suggest"]
+__all__ = ["explain", "journal", "list_", "reconcile", "show", "suggest"]
 
 
 @budget.command("list", cls=CeleryCommand)
@@ -122,21 +122,6 @@ def _fold(ctx: click.Context, older_than: timedelta, as_json: bool) -> None:
         if as_json
         else Text(f"{number(folded)} {entries} of the journals folded into checkpoints"),
     )
-
-
-@budget.command(cls=CeleryCommand)
-@json_option
-@click.pass_context
-def report(ctx: click.Context, as_json: bool) -> None:
-    """Show balances, counts, estimates and actuals.
-
-    \b
-    Examples:
-      celery -A proj budget report
-      celery -A proj budget report --json
-    """
-    found = installed_of(ctx).report()
-    print_out(ctx, found.as_dict() if as_json else report_view(found))
 
 
 @budget.command(cls=CeleryCommand)

@@ -22,6 +22,7 @@ __all__ = [
     "ratio",
     "standing_facts",
     "standing_view",
+    "tree",
 ]
 
 _AMOUNTS = ("limit", "reserved", "spent", "available")
@@ -61,12 +62,12 @@ def balances_table(balances: Sequence[Balance]) -> RenderableType:
             "'celery -A PROJ budget set NAME --limit N --unit UNIT'."
         )
     periodic = any(balance.period != "total" for balance in balances)
-    rows = (_balance_row(balance, depth, periodic) for balance, depth in _tree(balances))
+    rows = (_balance_row(balance, depth, periodic) for balance, depth in tree(balances))
     columns = ["budget", "unit", *(["period"] if periodic else []), *_AMOUNTS, ""]
     return table_of(columns, rows, numbers=_AMOUNTS)
 
 
-def _tree(balances: Sequence[Balance]) -> Iterator[tuple[Balance, int]]:
+def tree(balances: Sequence[Balance]) -> Iterator[tuple[Balance, int]]:
     """Yield balances with their depth, children by name beneath their parents."""
     names = {balance.budget for balance in balances}
     below: dict[str | None, list[Balance]] = {}

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from celery_budget.reconcile import Story
-from celery_budget.render.tables import MEANING
+from celery_budget.render.grids import MEANING
 from celery_budget.render.text import facts, literal, moment, number, table_of
 from celery_budget.render.timeline import events_of
 

@@ -189,7 +189,7 @@ def test_report_shows_all(shop: Shop, run: Run) -> None:
     settle(ledger_of(shop))
     done = run(shop.app, "report")
     assert (done.code, done.err) == (0, "")
-    drift = ["draft", "constant", "1", "1", "10", "4", "0.40", "estimated", "too", "high"]
+    drift = ["draft", "constant:1", "1", "10", "4", "0.40", "estimated", "too", "high"]
     assert drift in [line.split() for line in done.out.splitlines()]
     assert done.out.splitlines()[-1] == "1 request, nothing open"
     found = run(shop.app, "report", "--json").json

@@ -38,11 +38,14 @@ def figure(
     drawing: Markup,
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
+    *,
+    opened: bool = False,
 ) -> Markup:
     """Return a plot with its caption, and the same figures as a table that can be opened.
 
     :param name: its id on the page.
     :param columns: headings; the first column names its row.
+    :param opened: whether the table is open from the beginning.
     """
     head = tag("tr", *(tag("th", one, scope="col") for one in columns))
     body = [
@@ -59,6 +62,7 @@ def figure(
             "details",
             tag("summary", "Figures", tag("span", f" of {caption}", class_="cb-unseen")),
             tag("div", table, class_="cb-scroll", tabindex="0", role="region", aria_label=caption),
+            **({"open": ""} if opened else {}),
         ),
         class_="cb-figure",
         id=name,
@@ -74,8 +78,13 @@ def _caption(caption: str, note: str) -> Markup:
     return tag("figcaption", tag("strong", caption), " ", tag("span", note, class_="cb-note"))
 
 
-def picture(name: str, title: str, told: str, height: float, *inside: Markup) -> Markup:
-    """Return the drawing of a plot, with its title and description."""
+def picture(
+    name: str, title: str, told: str, height: float, *inside: Markup, wide: bool = False
+) -> Markup:
+    """Return the drawing of a plot, with its title and description.
+
+    :param wide: whether nothing is written beside it.
+    """
     drawn = tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
@@ -88,7 +97,7 @@ def picture(name: str, title: str, told: str, height: float, *inside: Markup) ->
         height=height,
         focusable="false",
     )
-    return tag("div", drawn, class_="cb-plot")
+    return tag("div", drawn, class_="cb-plot cb-plot-wide" if wide else "cb-plot")
 
 
 def named(kind: str, of: str = "") -> str:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from celery_budget.reconcile import Drift
+from celery_budget.render.grids import DRIFT_LOW, drift_mark
 from celery_budget.render.plots.frame import empty, figure, picture
 from celery_budget.render.plots.svg import percent, tag, text
 from celery_budget.render.plots.ticks import near
-from celery_budget.render.tables import DRIFT_LOW, drift_mark
 from celery_budget.render.text import number, printable
 
 __all__ = ["drift_plot"]
@@ -24,7 +24,7 @@ _BELOW = 24.0
 _LEAST, _MOST = 2, 6
 
 #: So much of a name is written; all of it is in the title and in the table.
-_LETTERS = 48
+_LETTERS = 30
 
 
 def drift_plot(drifts: Sequence[Drift], most: int = 12) -> Markup:
@@ -39,7 +39,9 @@ def drift_plot(drifts: Sequence[Drift], most: int = 12) -> Markup:
     if not drifts:
         return empty(_NAME, caption, "nothing has been measured yet")
     drawn = _furthest(drifts, most)
-    note = "1 is exact; shaded is what counts as good"
+    note = (
+        "by stage and estimator; 1\N{MULTIPLICATION SIGN} is exact, shaded is what counts as good"
+    )
     if len(drawn) < len(drifts):
         note += f"; the {len(drawn)} furthest off of {len(drifts)}"
     reach = _reach(drawn)
@@ -60,8 +62,8 @@ def drift_plot(drifts: Sequence[Drift], most: int = 12) -> Markup:
         for drift in drifts
     ]
     columns = ["stage, estimator", "requests", "estimated", "actual", "ratio", ""]
-    drawing = picture(_NAME, caption, told, _ROW * len(drawn) + _BELOW, *parts)
-    return figure(_NAME, caption, note, drawing, columns, rows)
+    drawing = picture(_NAME, caption, told, _ROW * len(drawn) + _BELOW, *parts, wide=True)
+    return figure(_NAME, caption, note, drawing, columns, rows, opened=True)
 
 
 def _furthest(drifts: Sequence[Drift], most: int) -> list[Drift]:
@@ -96,7 +98,7 @@ def _axis(reach: int, height: float) -> list[Markup]:
         x = percent(_x(2.0**power, reach))
         kind = "even" if power == 0 else "grid"
         found.append(tag("line", x1=x, x2=x, y1=0, y2=height, class_=f"cb-{kind}"))
-        label = f"{2**power} times" if power >= 0 else f"1/{2**-power}"
+        label = f"{2**power}\N{MULTIPLICATION SIGN}" if power >= 0 else f"1/{2**-power}"
         found.append(text(label, x, height + 17, "tick", "middle"))
     return found
 
@@ -104,35 +106,27 @@ def _axis(reach: int, height: float) -> list[Markup]:
 def _row(drift: Drift, top: float, reach: int) -> Markup:
     doublings = _doublings(drift)
     x = _x(2.0 ** max(-reach, min(reach, doublings)), reach)
-    begin, middle = _x(DRIFT_LOW, reach), _x(1, reach)
+    middle = _x(1, reach)
     end = _x(drift.ceiling, reach) if drift.ceiling is not None else middle
     kind = _kind(drift)
     y = top + 30
-    shape = _shape(kind, drift.shadow, x, y)
-    words = f"{_ratio(drift)} {drift_mark(drift)}".strip()
-    # Beside the mark where there is room for it.
-    beside = (-9, "end") if x > 0.6 else (9, "start")
-    label = tag(
-        "svg", text(words, beside[0], y + 4, "name", beside[1]), x=percent(x), overflow="visible"
-    )
+    said = f"{_ratio(drift)} {drift_mark(drift)}".strip()
     return tag(
         "g",
         tag("title", _title(drift)),
         tag("rect", x=0, y=top, width="100%", height=_ROW, class_="cb-slot"),
-        tag(
-            "rect",
-            x=percent(begin),
-            y=y - 8,
-            width=percent(max(0.0, end - begin)),
-            height=16,
-            class_="cb-band",
-        ),
+        _band(_x(DRIFT_LOW, reach), end, y),
         tag("line", x1=percent(middle), x2=percent(x), y1=y, y2=y, class_=f"cb-stem cb-{kind}"),
-        shape,
+        _shape(kind, drift.shadow, x, y),
         text(_cut(_label(drift)), 0, top + 14, "name"),
-        label,
+        text(said, "100%", top + 14, "name", "end"),
         class_="cb-mark",
     )
+
+
+def _band(begin: float, end: float, y: float) -> Markup:
+    width = percent(max(0.0, end - begin))
+    return tag("rect", x=percent(begin), y=y - 8, width=width, height=16, class_="cb-band")
 
 
 def _shape(kind: str, shadow: bool, x: float, y: float) -> Markup:

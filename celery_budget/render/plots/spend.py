@@ -141,10 +141,10 @@ def _in_all(plot: _Spend, day: date) -> str:
 
 
 def _note(balance: Balance, plot: _Spend) -> str:
-    per = "" if balance.period == "total" else f" a {balance.period}"
-    limit = f"of {number(balance.limit)}" if balance.limit is not None else "without a limit"
+    limit = "no limit" if balance.limit is None else f"limit {number(balance.limit)} {plot.unit}"
     if not plot.before:
-        return f"charged by day, {limit} {plot.unit}{per}"
+        per = "" if balance.period == "total" else f" a {balance.period}"
+        return f"{plot.unit} charged day by day; {limit}{per if balance.limit is not None else ''}"
     this = "" if balance.period == "total" else f" this {balance.period}"
     held = f", {number(plot.held)} held" if plot.held else ""
     if balance.limit is None:

@@ -21,8 +21,8 @@ from celery_budget.render.plots.frame import (
     picture,
 )
 from celery_budget.render.plots.svg import percent, tag, text
-from celery_budget.render.plots.ticks import duration, near, seconds_ticks, short_day
-from celery_budget.render.text import number
+from celery_budget.render.plots.ticks import near, seconds_ticks, short_day
+from celery_budget.render.text import duration, number
 
 __all__ = ["runs_plot", "waits_plot"]
 

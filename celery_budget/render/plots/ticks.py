@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from datetime import date
 
-__all__ = ["amount_ticks", "day_ticks", "duration", "near", "seconds_ticks", "short", "short_day"]
+__all__ = ["amount_ticks", "day_ticks", "near", "seconds_ticks", "short", "short_day"]
 
 _STEPS = (1, 2, 5)
 _PREFIXES = ((10**18, "E"), (10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -17,7 +17,6 @@ _LADDER = (
     *(step * 10.0**power for power in range(-6, 1) for step in (1,)),
     *(10.0, 60.0, 600.0, 3600.0, 21_600.0, 86_400.0, 604_800.0, 2_592_000.0, 31_536_000.0),
 )
-_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (0.001, "ms"))
 
 
 def amount_ticks(most: int, about: int = 4) -> tuple[int, ...]:
@@ -66,22 +65,6 @@ def seconds_ticks(least: float, most: float) -> tuple[float, ...]:
     high = max(high, min(low + 1, len(_LADDER) - 1))
     low = min(low, high - 1)
     return _LADDER[low : high + 1]
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time in its best unit: ``1.25 s``, ``12 ms``, ``3 h``, ``1.5 d``."""
-    for size, unit in _UNITS:
-        # What would be written as 60 s or 1000 ms is one of the next unit.
-        if seconds >= size * (1 - 5e-4):
-            return f"{_digits(seconds / size)} {unit}"
-    return "0 s" if seconds <= 0 else f"{_digits(seconds / 1e-6)} µs"
-
-
-def _digits(value: float) -> str:
-    """Return three digits, and none behind the point that says nothing; whole ones are kept."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def near(value: float, low: float, high: float) -> float:
