@@ -5,7 +5,17 @@ not add up, 2 where the command line is wrong. Errors go to the standard error s
 ``--json`` too.
 """
 
-from celery_budget.cli import accounts, cancel, declare, inspect, lane, parked, quarantine, relay
+from celery_budget.cli import (
+    accounts,
+    cancel,
+    declare,
+    explain,
+    inspect,
+    lane,
+    parked,
+    quarantine,
+    relay,
+)
 from celery_budget.cli.group import budget
 
 __all__ = [
@@ -13,6 +23,7 @@ __all__ = [
     "budget",
     "cancel",
     "declare",
+    "explain",
     "inspect",
     "lane",
     "parked",
