@@ -62,7 +62,11 @@ def next_steps(
     found += map(_of_attempt, running)
     for row in parked:
         found += _of_parked(row)
+    begun = {one["retries"] for one in running}
     for message in messages:
+        if message["retries"] in begun:
+            # What is in the outbox of it is only dropped once its attempt is closed.
+            continue
         if message["state"] != "published":
             found += _of_message(message, lanes or {})
         elif is_open and not running and message["published_us"] is not None:
