@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from celery_budget.core.lanes import Lane, Load
-from celery_budget.core.shares import LANE, Account, Key, Order
+from celery_budget.core.shares import LANE, Account, Key, Order, Shares
 from celery_budget.errors import UnknownLane
 from celery_budget.reconcile.terms import lane_as_dict
 from celery_budget.settings import Settings
@@ -116,11 +116,12 @@ def _shares(connection: Connection, root: str, lane: str) -> tuple[TenantShare, 
     while (tenant := order.next()) is not None:
         turns.append(tenant)
         order.leave(tenant)
+    inner = {above for tenant in waits for above in _above(known, tenant)}
     found = []
     for name in names:
         # The work of a budget itself has an account of its own, where others are below it.
         own = Key(name, own=True)
-        key = own if own in known.accounts else Key(name)
+        key = own if own in known.accounts or (name in inner and name in waits) else Key(name)
         above = name if key.own else known.parents.get(name)
         account = known.accounts.get(key, Account())
         floor = known.accounts.get(LANE if above is None else Key(above), Account()).floor
@@ -139,6 +140,15 @@ def _shares(connection: Connection, root: str, lane: str) -> tuple[TenantShare, 
         )
     last = len(found) + 1
     return tuple(sorted(found, key=lambda one: (one.turn or last, one.tenant)))
+
+
+def _above(known: Shares, tenant: str) -> set[str]:
+    found: set[str] = set()
+    above = known.parents.get(tenant)
+    while above is not None and above not in found:
+        found.add(above)
+        above = known.parents.get(above)
+    return found
 
 
 def _seen(one: stored.LaneStanding) -> LaneStanding:
