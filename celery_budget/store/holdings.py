@@ -25,6 +25,7 @@ from celery_budget.store.schema import (
     refusals,
     reservations,
 )
+from celery_budget.store.stories import replayable
 
 __all__ = ["by_state", "first_waiting", "holders", "refused", "what_follows", "windows"]
 
@@ -97,7 +98,7 @@ def what_follows(connection: Connection, root: str, ids: Sequence[uuid.UUID]) ->
     if not ids:
         return {"attempts": [], "messages": [], "parked": []}
     return {
-        "attempts": rows(attempts, where=attempts.c.lease_until_us.is_not(None)),
+        "attempts": rows(attempts, replayable(), where=attempts.c.lease_until_us.is_not(None)),
         "messages": rows(outbox, predecessor(root).label("follows")),
         "parked": rows(parked),
     }

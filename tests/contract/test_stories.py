@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -268,8 +269,10 @@ def test_parent_and_children_are_told_and_counted(funded: Ledger) -> None:
 
 def test_refusals_of_the_same_task_are_told_and_no_others(funded: Ledger) -> None:
     funded.set("c", 10)
-    funded.admit(funded.request(101))
-    funded.admit(funded.request(102, task_name="shop.other"))
+    # In slots of their own: of several in one the last is kept.
+    first, second = (uuid.UUID(int=new_id().int // 16 * 16 + n) for n in range(2))
+    funded.admit(funded.request(101, reservation_id=first))
+    funded.admit(funded.request(102, task_name="shop.other", reservation_id=second))
     funded.admit(funded.request(103, budget="c"))
     request = funded.reserve(10)
     funded.admit(funded.request(104, budget="c"))
@@ -337,6 +340,10 @@ def test_what_follows_where_a_worker_goes_away(
     [one] = story(funded, request.task_id).next
     assert one.what == f"attempt 1 ends; where its worker does not renew its lease, {then}"
     assert one.at_us == funded.rows("attempts")[0].lease_until_us
+    for ends in ({"cancelled_us": 1}, {"deliveries": 99, "cancelled_us": None}):
+        funded.put("reservations", ends)
+        [one] = story(funded, request.task_id).next
+        assert one.what.endswith(then if how.get("inquires") else "it is lost, and charged")
 
 
 def test_what_is_left_of_an_attempt_that_has_ended(funded: Ledger) -> None:
@@ -346,9 +353,11 @@ def test_what_is_left_of_an_attempt_that_has_ended(funded: Ledger) -> None:
     attempt.end(RETRIED)
     again = funded.run(following)
     again.end(RETURNED)
-    assert nexts(story(funded, request.task_id)) == [
-        "the worker of attempt 2 closes it, or its outcome is given again"
-    ]
+    closes = "the worker of attempt 2 closes it; where it has not by then, "
+    assert nexts(story(funded, request.task_id)) == [f"{closes}its outcome is given again"]
+    most = funded.settings.max_deliveries
+    funded.put("attempts", {"replays": most}, reservation_id=request.reservation_id, attempt=2)
+    assert nexts(story(funded, request.task_id)) == [f"{closes}it is closed as it is"]
     again.close()
     assert nexts(story(funded, request.task_id)) == []
 
