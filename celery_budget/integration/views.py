@@ -212,8 +212,27 @@ class Views:
         return shown.reconcile(self.store, self.settings)
 
     def explain(self, some_id: str) -> list[shown.Story]:
-        """Return the life of the requests with this task id, request id or reservation id."""
+        """Return the life of the requests that an id means, the oldest first.
+
+        That of a task, a request or a reservation; of a message of the outbox, of what is parked or
+        in quarantine.
+        """
         return shown.explain(self.store, self.settings, some_id)
+
+    def explain_budget(
+        self, name: str, limit: int = 20, amount: int | None = None
+    ) -> shown.BudgetStory:
+        """Return what a budget is spent on and held by, what will free it, what waits for it.
+
+        :param limit: how many holds, and how many requests that wait, are listed: the largest
+            holds, and those whose turn is next. Counts are exact.
+        :param amount: tell as well what a new request of so much would meet.
+        :raises UnknownBudget: where there is no such budget.
+        :raises InvalidBudget: for a template.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of holds is an integer from 1 on, not {limit!r}")
+        return shown.explain_budget(self.store, self.settings, name, limit, amount)
 
 
 def _instant(name: str, given: Any) -> tuple[int | None, int | None]:

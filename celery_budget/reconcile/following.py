@@ -59,10 +59,14 @@ def next_steps(
     found: list[Next] = []
     is_open = request is None or request["ended_us"] is None
     running = [one for one in attempts if one["lease_until_us"] is not None]
-    found += map(_of_attempt, running)
+    found += (_of_attempt(one, request, settings.max_deliveries) for one in running)
     for row in parked:
         found += _of_parked(row)
+    begun = {one["retries"] for one in running}
     for message in messages:
+        if message["retries"] in begun:
+            # What is in the outbox of it is only dropped once its attempt is closed.
+            continue
         if message["state"] != "published":
             found += _of_message(message, lanes or {})
         elif is_open and not running and message["published_us"] is not None:
@@ -83,19 +87,27 @@ def next_steps(
     return tuple(found)
 
 
-def _of_attempt(attempt: Row) -> Next:
+def _of_attempt(attempt: Row, request: Row | None, most: int) -> Next:
+    """Return what happens next with an open attempt.
+
+    :param most: how often the message of one may be delivered, and its outcome be given again.
+    """
     name, until_us = f"attempt {attempt['attempt']}", attempt["lease_until_us"]
     if attempt["ended_us"] is None:
+        again = attempt["rerun"] and request is not None and request["cancelled_us"] is None
         if attempt["inquires"]:
             then = "its task is asked what became of it"
-        elif attempt["rerun"]:
+        elif again and request is not None and request["deliveries"] < most:
             then = "another attempt follows"
         else:
             then = "it is lost, and charged"
         return Next(f"{name} ends; where its worker does not renew its lease, {then}", until_us)
     if attempt["outcome"] == "uncertain":
         return Next(f"the task is asked what became of {name}", until_us)
-    return Next(f"the worker of {name} closes it, or its outcome is given again", until_us)
+    last = "its outcome is given again"
+    if not attempt["replayable"] or attempt["replays"] >= most:
+        last = "it is closed as it is"
+    return Next(f"the worker of {name} closes it; where it has not by then, {last}", until_us)
 
 
 def _of_parked(row: Row) -> Iterator[Next]:

@@ -67,7 +67,7 @@ def _request_events(story: Story) -> Iterator[Event]:
     if told.get("parked_us") is not None:
         what = f"parked: waits for budget {told['parked_budget']} ({told['parked_reason']})"
         yield Event(told["parked_us"], _ADMITTED, what)
-        yield Event(told["unparked_us"], _ADMITTED, "parked no longer")
+        yield Event(told["unparked_us"], _SENT, "parked no longer")
     if told["state"] == "refused":
         yield Event(told["refused_us"], _ENDED, f"refused by budget {told['budget']}")
     elif _was_never_admitted(story):

@@ -42,6 +42,7 @@ __all__ = [
     "kin",
     "messages_left",
     "refused_before",
+    "replayable",
     "reused",
     "steps_after",
     "story",
@@ -172,7 +173,9 @@ def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, R
 
     def rows(table: sa.Table, *order: str) -> Rows:
         # The message that one waits for by its order key.
-        more = [predecessor(root).label("follows")] if table is outbox else []
+        more: list[Any] = [predecessor(root).label("follows")] if table is outbox else []
+        if table is attempts:
+            more = [replayable()]
         return list(
             connection.execute(
                 sa.select(*_columns(table), *more)
@@ -190,6 +193,11 @@ def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, R
         "changes": rows(journal, "at_us", "budget", "window_us", "entry"),
         "extensions": rows(extensions, "extended_us", "key"),
     }
+
+
+def replayable() -> Any:
+    """Select whether an attempt's outcome is kept, and can be given again."""
+    return attempts.c.payload.is_not(None).label("replayable")
 
 
 def folded(connection: Connection, root: str, reservation_id: Any) -> set[tuple[str, int]]:
