@@ -5,17 +5,32 @@ not add up, 2 where the command line is wrong. Errors go to the standard error s
 ``--json`` too.
 """
 
-from celery_budget.cli import accounts, cancel, declare, inspect, lane, parked, quarantine, relay
+from celery_budget.cli import (
+    accounts,
+    cancel,
+    dashboard,
+    declare,
+    explain,
+    inspect,
+    lane,
+    parked,
+    quarantine,
+    relay,
+    report,
+)
 from celery_budget.cli.group import budget
 
 __all__ = [
     "accounts",
     "budget",
     "cancel",
+    "dashboard",
     "declare",
+    "explain",
     "inspect",
     "lane",
     "parked",
     "quarantine",
     "relay",
+    "report",
 ]
