@@ -201,8 +201,7 @@ def reconcile(ctx: click.Context, repair: bool, as_json: bool) -> None:
     """
     installed = installed_of(ctx)
     repaired = installed.repair() if repair else ()
-    found = installed.report()
-    proved, requests = found.reconciliation, found.counts["admitted"]
+    proved, requests = installed.reconcile(), installed.report().counts["admitted"]
     if as_json:
         document = {**proved.as_dict(), "requests": requests, "repaired": list(repaired)}
         print_out(ctx, document)

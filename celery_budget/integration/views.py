@@ -133,8 +133,26 @@ class Views:
         """Return for each budget that anything waits for how much, and for how long."""
         return shown.queued(self.store, self.settings)
 
-    def report(self) -> shown.Report:
-        """Return balances, counts, drift and whether the ledger adds up."""
+    def report(
+        self,
+        since: datetime | timedelta | None = None,
+        until: datetime | timedelta | None = None,
+        budget: str | None = None,
+        stage: str | None = None,
+        by: str | None = None,
+    ) -> shown.Report:
+        """Return the ledger at one look: balances, what became of requests, and what that took.
+
+        A request belongs to when it was admitted; all that becomes of it is counted there.
+
+        :param since: only requests that were admitted from then on: an instant with a time zone, or
+            a time before now.
+        :param until: and before then.
+        :param budget: only requests that draw on it.
+        :param stage: only requests of it.
+        :param by: group the figures as well, by ``tenant``, ``stage``, ``task``, ``day`` or
+            ``estimator``.
+        """
         return shown.report(self.store, self.settings)
 
     def suggest(

@@ -4,6 +4,7 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
+from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
@@ -35,16 +36,21 @@ from celery_budget.reconcile.waiting import (
 )
 
 __all__ = [
+    "Amounts",
+    "Day",
     "Drift",
     "Entry",
     "Grant",
+    "Group",
     "LaneStanding",
     "ParkedRequest",
     "Quarantined",
     "Queued",
     "Reconciliation",
+    "Refusals",
     "RelaySeen",
     "Report",
+    "Spread",
     "Standing",
     "Story",
     "Suggestion",

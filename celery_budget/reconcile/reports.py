@@ -1,4 +1,4 @@
-"""The ledger at one look: balances, counts, drift, and whether it adds up."""
+"""The ledger at one look: balances, what became of requests, what that took, and what is open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_budget.core.budgets import Balance
 from celery_budget.reconcile.estimates import Drift, drifts
-from celery_budget.reconcile.proof import Reconciliation, prove
+from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
 from celery_budget.reconcile.terms import balance_as_dict
 from celery_budget.reconcile.waiting import Queued, queued_in
 from celery_budget.settings import Settings
@@ -47,21 +47,51 @@ class Report:
 
     :ivar counts: ``admitted`` requests, those ``refused`` and ``parked``, and of the admitted how
         many are in each state and carry each flag.
+    :ivar drift: what estimators promised against what was used, shadows beside.
+    :ivar open_work: requests that have not ended, by state; how many of them were cancelled while
+        they ran; messages still due; parked work; results that have still to be stored.
+    :ivar overdue_seconds: for how long the oldest due message has been waiting for a relay.
+    :ivar since_us: only requests that were admitted from then on, in microseconds since the epoch;
+        none for all.
+    :ivar until_us: and before then.
+    :ivar budget: only those that draw on this one.
+    :ivar stage: only those of this one.
+    :ivar by: by what the figures are grouped; see :data:`~.figures.GROUPINGS`.
     :ivar quarantine: how many messages are in quarantine, by reason; no reason without any.
     :ivar quarantine_bound: how many may be; none where that was not asked for.
     :ivar lanes: how many requests were admitted in each lane, by name.
     :ivar parked: how much waits for each budget that anything waits for.
+    :ivar refusals: how often a budget was short, by budget and reason.
+    :ivar amounts: of the requests that have ended, by budget.
+    :ivar failures: by all of :data:`~.figures.FAILURES`.
+    :ivar waits: from when a request was due to its first start.
+    :ivar runs: of attempts, each by itself.
+    :ivar groups: only with ``by``.
+    :ivar days: the last days of the period, for plots.
     """
 
     balances: tuple[Balance, ...]
     counts: dict[str, int]
-    drift: tuple[Drift, ...]
-    relays: tuple[RelaySeen, ...]
-    reconciliation: Reconciliation
+    drift: tuple[Drift, ...] = ()
+    relays: tuple[RelaySeen, ...] = ()
+    open_work: dict[str, int] = field(default_factory=dict)
+    overdue_seconds: int = 0
+    since_us: int | None = None
+    until_us: int | None = None
+    budget: str | None = None
+    stage: str | None = None
+    by: str | None = None
     quarantine: dict[str, int] = field(default_factory=dict)
     quarantine_bound: int | None = None
     parked: tuple[Queued, ...] = ()
     lanes: dict[str, int] = field(default_factory=dict)
+    refusals: tuple[Refusals, ...] = ()
+    amounts: tuple[Amounts, ...] = ()
+    failures: dict[str, int] = field(default_factory=dict)
+    waits: Spread = field(default_factory=Spread)
+    runs: Spread = field(default_factory=Spread)
+    groups: tuple[Group, ...] = ()
+    days: tuple[Day, ...] = ()
 
     @property
     def quarantine_full(self) -> bool:
@@ -72,6 +102,11 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return {
+            "since_us": self.since_us,
+            "until_us": self.until_us,
+            "budget": self.budget,
+            "stage": self.stage,
+            "by": self.by,
             "budgets": [balance_as_dict(balance) for balance in self.balances],
             "counts": self.counts,
             "drift": [drift.as_dict() for drift in self.drift],
@@ -80,7 +115,15 @@ class Report:
             "quarantine": self.quarantine,
             "quarantine_full": self.quarantine_full,
             "parked": [queued.as_dict() for queued in self.parked],
-            "reconciliation": self.reconciliation.as_dict(),
+            "refusals": [one.as_dict() for one in self.refusals],
+            "amounts": [one.as_dict() for one in self.amounts],
+            "failures": self.failures,
+            "waits": self.waits.as_dict(),
+            "runs": self.runs.as_dict(),
+            "groups": [one.as_dict() for one in self.groups],
+            "days": [one.as_dict() for one in self.days],
+            "open": self.open_work,
+            "overdue_seconds": self.overdue_seconds,
         }
 
 
@@ -114,11 +157,12 @@ def _report(
         counts,
         drifts(connection, root, ceilings),
         _relays(connection, root),
-        prove(connection, root),
-        isolated.count_by_reason(connection, root),
-        quarantine_bound,
-        queued_in(connection, root),
-        reports.by_lane(connection, root),
+        reports.open_work(connection, root),
+        reports.overdue_us(connection, root) // 1_000_000,
+        quarantine=isolated.count_by_reason(connection, root),
+        quarantine_bound=quarantine_bound,
+        parked=queued_in(connection, root),
+        lanes=reports.by_lane(connection, root),
     )
 
 

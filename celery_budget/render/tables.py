@@ -304,10 +304,9 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
     :param requests: how many were admitted.
     """
     if reconciliation.ok:
-        return Text(
-            f"the ledger adds up: {number(requests)} {_plural(requests, 'request')}, "
-            f"{_open(reconciliation.open_work)}{_overdue(reconciliation.overdue_seconds)}",
-            _GOOD,
+        return Text.assemble(
+            ("the ledger adds up: ", _GOOD),
+            _still_open(requests, reconciliation.open_work, reconciliation.overdue_seconds),
         )
     wrong = len(reconciliation.mismatches)
     return Group(
@@ -315,6 +314,15 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
             f"the ledger does not add up: {number(wrong)} {_plural(wrong, 'mismatch', 'es')}", _BAD
         ),
         *(literal(f"- {mismatch}") for mismatch in reconciliation.mismatches),
+    )
+
+
+def _still_open(requests: int, open_work: dict[str, int], overdue_seconds: int) -> Text:
+    """How many requests there are, and which of them are open, in one line."""
+    return Text(
+        f"{number(requests)} {_plural(requests, 'request')}, "
+        f"{_open(open_work)}{_overdue(overdue_seconds)}",
+        _GOOD,
     )
 
 
@@ -350,7 +358,7 @@ def lane_counts(counts: Mapping[str, int]) -> RenderableType:
 
 
 def report_view(report: Report) -> RenderableType:
-    """Balances, counts, what waits, drift, relays, quarantine and the verdict."""
+    """Balances, counts, what waits, drift, relays, quarantine and what is open."""
     waits = [_titled("Parked", queued_table(report.parked))] if report.parked else []
     lanes = [_titled("Lanes", lane_counts(report.lanes))] if report.lanes else []
     return Group(
@@ -361,5 +369,5 @@ def report_view(report: Report) -> RenderableType:
         _titled("Estimated and actual", drift_table(report.drift)),
         _titled("Relays", relays_table(report.relays)),
         _titled("Quarantine", quarantine_counts(report.quarantine, report.quarantine_full)),
-        verdict(report.reconciliation, report.counts["admitted"]),
+        _still_open(report.counts["admitted"], report.open_work, report.overdue_seconds),
     )
