@@ -55,7 +55,7 @@ def _histogram(name: str, help_: str, *labels: str) -> Metric:
 
 CATALOGUE: tuple[Metric, ...] = (
     # Of whoever is scraped.
-    _gauge("up", "whether the ledger could be read: 1, or 0 and nothing else but these first four"),
+    _gauge("up", "whether the ledger could be read; at 0 there is nothing else of the ledger"),
     _gauge("read_duration_seconds", "how long the last reading of the ledger took"),
     _counter("read_errors_total", "readings that failed, by the error's type, here", "error"),
     Metric(f"{PREFIX}build_info", "info", ("root", "version"), "the package's version, the root"),
@@ -80,12 +80,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "stage",
         "outcome",
     ),
-    _counter(
-        "requests_released_total",
-        "of those released, by why: expired, cancelled, given_up, other",
-        "stage",
-        "reason",
-    ),
+    _counter("requests_expired_total", "requests whose time was over before they ran", "stage"),
+    _counter("requests_cancelled_total", "requests that were cancelled", "stage"),
+    _counter("requests_given_up_total", "requests that waited for budget for too long", "stage"),
     _counter(
         "requests_flagged_total",
         "requests with a flag: over (used more than was held), unmetered, unreserved",

@@ -118,10 +118,10 @@ class Families:
                 continue
             family = empty(metric)
             for labels, value in sorted(self._values[metric.name].items()):
-                if metric.kind == "counter":
-                    [value] = highest.of(metric.name, labels, (value,))
                 if metric.kind == "info":
                     family.add_metric((), dict(zip(metric.labels, labels, strict=True)))
+                elif metric.kind == "counter":
+                    family.add_metric(labels, *highest.of(metric.name, labels, (value,)))
                 else:
                     family.add_metric(labels, value)
             for labels, bins in sorted(self._bins[metric.name].items()):
@@ -142,5 +142,3 @@ def empty(metric: Metric) -> Any:
         "histogram": core.HistogramMetricFamily,
     }
     return kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
-
-

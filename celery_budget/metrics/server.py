@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -42,7 +43,10 @@ def serve(host: str, port: int, answer: Answer, stop: threading.Event) -> None:
         except OSError as error:
             if not told:
                 logger.warning(
-                    "metrics cannot be served on %s port %s: %s; it is tried again", host, port, error
+                    "metrics cannot be served on %s port %s: %s; it is tried again",
+                    host,
+                    port,
+                    error,
                 )
             told = True
             stop.wait(AGAIN_SECONDS)
@@ -67,7 +71,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no fault of ours."""
-        logger.debug("a scrape from %s was not answered", client_address, exc_info=True)
+        logger.debug("a scrape from %s was not answered", client_address, exc_info=sys.exc_info())
 
 
 def _server(host: str, port: int, answer: Answer) -> _Server:
@@ -82,7 +86,7 @@ class _Scrape(BaseHTTPRequestHandler):
     sys_version = ""
     answer: Answer
 
-    def do_GET(self) -> None:  # noqa: N802 - as http.server calls it
+    def do_GET(self) -> None:
         """Answer a scrape; anything else is not found."""
         if urlsplit(self.path).path != PATH:
             self.send_error(HTTPStatus.NOT_FOUND)

@@ -36,6 +36,7 @@ __all__ = [
     "declared",
     "draining",
     "find",
+    "first_made",
     "lock_budgets",
     "lock_root",
     "made_from",
@@ -242,6 +243,18 @@ def balances_of(connection: Connection, root: str) -> list[Balance]:
         for row in rows
         if not is_template(row.name)
     ]
+
+
+def first_made(connection: Connection, root: str, limit: int) -> list[str]:
+    """Return the names of the budgets that were made first, at most ``limit``. Locks nothing."""
+    return list(
+        connection.execute(
+            sa.select(budgets.c.name)
+            .where(budgets.c.root == root, budgets.c.name.not_like("%*%"))
+            .order_by(budgets.c.created_us, budgets.c.name)
+            .limit(limit)
+        ).scalars()
+    )
 
 
 def balance(connection: Connection, root: str, name: str) -> Balance:
