@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from celery_budget import reconcile
 from celery_budget.core.budgets import Balance
+from celery_budget.core.retries import ENDED as ENDED_FOR_GOOD
 from celery_budget.metrics.catalogue import OTHER
 from celery_budget.metrics.families import Families, Labels
 from celery_budget.reconcile import Drift, LaneStanding, Report
@@ -25,6 +26,7 @@ OPEN = ("planned", "reserved", "published", "running", "waiting")
 ENDED = ("settled", "released", "lost")
 FLAGS = ("over", "unmetered", "unreserved")
 STATES = ("open", "draining", "closed")
+UNPUBLISHABLE = ("unroutable", "oversize", "undecodable")
 WHYS = ("paused", "asleep", "running", "queued")
 
 
@@ -122,9 +124,10 @@ class Series:
         busiest = sorted(report.drift, key=lambda one: one.requests, reverse=True)
         self._estimators.keep(_identity(one) for one in busiest)
         for one in report.drift:
-            which = one.stage, one.estimator, one.version
-            known = self._estimators.of(_identity(one)) != OTHER
-            labels = (*(which if known else (OTHER,) * 3), str(one.shadow).lower())
+            labels: tuple[str, ...] = (one.stage, one.estimator, one.version)
+            if self._estimators.of(_identity(one)) == OTHER:
+                labels = (OTHER, OTHER, OTHER)
+            labels = (*labels, str(one.shadow).lower())
             families.add("estimator_requests_total", one.requests, *labels)
             families.add("estimator_estimated_total", one.estimated, *labels)
             families.add("estimator_actual_total", one.actual, *labels)
@@ -151,6 +154,8 @@ class Series:
             budget = labels.of(one.budget)
             families.add("parked_requests", one.requests, budget)
             families.most("parked_oldest_seconds", one.oldest_seconds, budget)
+        for reason in (*UNPUBLISHABLE, *ENDED_FOR_GOOD):
+            families.add("quarantine_entries", 0, reason)
         for reason, count in report.quarantine.items():
             families.add("quarantine_entries", count, reason)
         if report.quarantine_bound is not None:
