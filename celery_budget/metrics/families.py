@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from celery_budget.metrics.catalogue import CATALOGUE, OTHER, PREFIX, Metric
+from celery_budget.metrics.catalogue import BY_NAME, CATALOGUE, OTHER, PREFIX, Metric
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Bins", "Families", "Highest", "Labels", "empty"]
 
 Key = tuple[str, ...]
+V = TypeVar("V")
 
 
 class Labels:
@@ -99,23 +100,29 @@ class Families:
 
         :param name: without the prefix that all have.
         """
-        values = self._values[PREFIX + name]
+        values = self._series(self._values, name, labels)
         values[labels] = values.get(labels, 0) + value
 
     def most(self, name: str, value: float, *labels: str) -> None:
         """Let a series have at least this value: of several the greatest."""
-        values = self._values[PREFIX + name]
+        values = self._series(self._values, name, labels)
         values[labels] = max(values.get(labels, value), value)
 
     def bins(self, name: str, bounds: Sequence[float], *labels: str) -> Bins:
         """Return the histogram of these labels."""
-        return self._bins[PREFIX + name].setdefault(labels, Bins(bounds))
+        return self._series(self._bins, name, labels).setdefault(labels, Bins(bounds))
 
-    def made(self, highest: Highest, but: Collection[str] = ()) -> Iterator[Family]:
+    @staticmethod
+    def _series(of: dict[str, dict[Key, V]], name: str, labels: Key) -> dict[Key, V]:
+        """Return the series of a metric, which has to be in the catalogue, with these labels."""
+        metric = BY_NAME[PREFIX + name]
+        if len(metric.labels) != len(labels):
+            raise ValueError(f"{metric.name} has the labels {metric.labels}, not {labels}")
+        return of[metric.name]
+
+    def made(self, highest: Highest) -> Iterator[Family]:
         """Return them as the library has them, in the order of the catalogue."""
         for metric in CATALOGUE:
-            if metric.name in but:
-                continue
             family = empty(metric)
             for labels, value in sorted(self._values[metric.name].items()):
                 if metric.kind == "info":
