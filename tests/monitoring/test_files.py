@@ -89,6 +89,27 @@ def test_a_rule_names_what_there_is(name: str) -> None:
         assert not re.search(r"\{\{(?! \$(labels\.\w+|value \| humanize\w*) \}\})", text), text
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "celery_budget_upp",
+        'celery_budget_up{job="a"} + other_metric',
+        'celery_budget_spent{stage="a"}',
+        "sum by (stage) (celery_budget_spent)",
+        "max without (host) (celery_budget_spent)",
+        "rate(celery_budget_spent[5m])",
+        "celery_budget_charged_total",
+        "delta(celery_budget_charged_total[5m])",
+        "increase(celery_budget_wait_seconds[5m])",
+        "celery_budget_up # comment",
+        "1",
+    ],
+)
+def test_what_names_something_else_is_found_out(wrong: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        checked(wrong)
+
+
 def test_names_of_rules_are_unique_and_on_the_page() -> None:
     assert len(alerts) == len(rules)
     listed = re.findall(r"`(CeleryBudget\w+)`", PAGE.read_text("utf-8"))
