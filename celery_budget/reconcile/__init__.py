@@ -9,7 +9,7 @@ from celery_budget.reconcile.isolation import Quarantined, find_quarantined, qua
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
-from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
+from celery_budget.reconcile.reports import Asked, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
     Grant,
@@ -37,6 +37,7 @@ from celery_budget.reconcile.waiting import (
 
 __all__ = [
     "Amounts",
+    "Asked",
     "Day",
     "Drift",
     "Entry",
