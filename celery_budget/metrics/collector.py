@@ -14,7 +14,8 @@ from celery_budget.errors import MissingExtra
 from celery_budget.metrics.catalogue import CATALOGUE
 from celery_budget.metrics.families import Families, Highest, empty
 from celery_budget.metrics.passes import Passes
-from celery_budget.metrics.reading import Reading, Series, look
+from celery_budget.metrics.reading import Reading, look
+from celery_budget.metrics.series import Series
 from celery_budget.settings import Settings
 from celery_budget.store import Store
 
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 #: How long a scrape waits for another one's reading: less than Prometheus waits for a scrape.
 BUSY_SECONDS = 8.0
+#: After a reading it is not read for so many times as long as that took: of a large ledger too,
+#: metrics take a tenth of one connection's time at most.
+REST = 9
 
 
 class Ledger(Protocol):
@@ -43,8 +47,8 @@ class BudgetCollector:
 
     What it gives is read from the ledger, so that it is the same in whichever process it runs, and
     needs no directory for several processes. One reading answers all scrapes for
-    ``budget_metrics_seconds``; one at a time is made. No scrape fails: ``celery_budget_up`` says
-    whether the ledger could be read. Registering it reads nothing.
+    ``budget_metrics_seconds``, or nine times as long as it took; one at a time is made. No scrape
+    fails: ``celery_budget_up`` says whether the ledger could be read. Registering it reads nothing.
 
     :param passes: of this process' relay.
     :raises MissingExtra: where prometheus-client is not installed.
@@ -113,7 +117,7 @@ class BudgetCollector:
             logger.warning("the ledger could not be read for metrics: %s", error)
         ended = time.monotonic()
         self._seconds = ended - begun
-        self._until = ended + self._keep_seconds
+        self._until = ended + max(self._keep_seconds, REST * self._seconds)
 
     def _add_to(self, families: Families) -> None:
         families.add("up", self._reading is not None)

@@ -1,188 +1,113 @@
-"""What is read of the ledger for one scrape, and as which series it is shown."""
+"""What is read of the ledger for one scrape, all of it at one moment."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from celery_budget import reconcile
 from celery_budget.core.budgets import Balance
-from celery_budget.core.retries import ENDED as ENDED_FOR_GOOD
-from celery_budget.metrics.catalogue import OTHER
-from celery_budget.metrics.families import Families, Labels
-from celery_budget.reconcile import Drift, LaneStanding, Report
+from celery_budget.core.tallies import AMOUNTS, Figures, Key, add
+from celery_budget.reconcile import Drift, LaneStanding, Queued
+from celery_budget.reconcile.figures import Amounts, Refusals
+from celery_budget.reconcile.lanes import standings_in
+from celery_budget.reconcile.totals import MEASURED, Total, drifts
+from celery_budget.reconcile.waiting import queued_in
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets
+from celery_budget.store import Connection, Store, budgets, figures, quarantine, relays, reports
+from celery_budget.store.figures import Asked
 
-__all__ = ["Reading", "Series", "look"]
+__all__ = ["Reading", "look"]
 
-#: A relay is seen every few seconds, unless its broker has stalled or its ledger is down.
-SEEN_SECONDS = 15.0
-#: Bounds of waits and runs, in seconds.
-BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400, 86400)
-#: Of the states of open work; what else is open has metrics of its own.
-OPEN = ("planned", "reserved", "published", "running", "waiting")
-ENDED = ("settled", "released", "lost")
-FLAGS = ("over", "unmetered", "unreserved")
-STATES = ("open", "draining", "closed")
-UNPUBLISHABLE = ("unroutable", "oversize", "undecodable")
-WHYS = ("paused", "asleep", "running", "queued")
+EVERYTHING = Asked()
+#: The stage of refusals that were counted without one.
+UNKNOWN = "(unknown)"
 
 
 @dataclass(frozen=True)
 class Reading:
     """The ledger at one look.
 
+    :ivar stages: what became of requests, by stage, since the ledger began.
+    :ivar amounts: of what has ended, by budget.
+    :ivar relays: how long ago each relay was seen, in microseconds.
+    :ivar quarantine_bound: how many requests that failed for good are kept.
+    :ivar overdue_us: for how long the oldest due message has been waiting for a relay.
     :ivar first: the budgets that were made first, as many as have series of their own.
     """
 
-    report: Report
+    balances: Sequence[Balance]
+    stages: Mapping[str, Total]
+    drift: Sequence[Drift]
+    amounts: Sequence[Amounts]
+    refusals: Sequence[Refusals]
+    open_work: Mapping[str, int]
+    overdue_us: int
+    parked: Sequence[Queued]
+    quarantine: Mapping[str, int]
+    quarantine_bound: int
+    relays: Sequence[int]
     lanes: Sequence[LaneStanding]
     first: Sequence[str]
 
 
 def look(store: Store, settings: Settings) -> Reading:
-    """Read the ledger."""
+    """Read the ledger; locks nothing."""
+    return store.read(_look, settings)
+
+
+def _look(connection: Connection, settings: Settings) -> Reading:
+    root = settings.root
+    sums = _Sums()
+    sums.gather(connection, root)
     return Reading(
-        reconcile.report(store, settings),
-        reconcile.lane_standings(store, settings),
-        store.read(budgets.first_made, settings.root, settings.metrics_labels),
+        budgets.balances_of(connection, root),
+        sums.stages,
+        drifts(sums.measured, {}),
+        sums.total.drawn(),
+        [Refusals(*key, count) for key, count in sums.refused.items()],
+        reports.open_work(connection, root),
+        reports.overdue_us(connection, root),
+        queued_in(connection, root),
+        quarantine.count_by_reason(connection, root),
+        settings.max_quarantine,
+        [max(0, one.age_us) for one in relays.seen(connection, root)],
+        standings_in(connection, root),
+        budgets.first_made(connection, root, settings.metrics_labels),
     )
 
 
-class Series:
-    """Adds readings, one after another: what has had a series of its own keeps it.
+class _Sums:
+    """What is added up over all days, as a report does it by stage; nothing by day."""
 
-    Of balances those have their own that are fullest, at each reading anew, since what matters of
-    them is who is short. Of counters those budgets that were made first, for ever.
+    def __init__(self) -> None:
+        self.stages: dict[str, Total] = {}
+        self.measured: dict[tuple[str, str, str], Figures] = {}
+        self.refused: dict[tuple[str, str], int] = {}
+        self.total = Total()
 
-    :param most: how many budgets, stages, estimators and lanes have their own, of each.
-    """
+    def gather(self, connection: Connection, root: str) -> None:
+        """Add up the tallies, what they lack, and what is open."""
+        for key, found in figures.tallied(connection, root, EVERYTHING, owners=False):
+            self._count(key, found)
+        for key, found in figures.direct(connection, root, EVERYTHING):
+            if key.budget:
+                self.total.draw(key.budget, key.unit, {n: found[n] for n in AMOUNTS if n in found})
+            elif not key.owner:
+                self._count(key, found)
+        for key, found in figures.opened(connection, root, EVERYTHING):
+            self._count(key, found)
+        for _, budget, unit, found in figures.amounts(connection, root, EVERYTHING):
+            self.total.draw(budget, unit, found)
+        for _, budget, stage, reason, count in figures.refused(connection, root, EVERYTHING):
+            self.refused[budget, reason] = self.refused.get((budget, reason), 0) + count
+            # Before days were counted it was not kept.
+            self._stage(stage or UNKNOWN).refused += count
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._budgets = Labels(most)
-        self._stages = Labels(most)
-        self._lanes = Labels(most)
-        self._estimators = Labels(most)
+    def _count(self, key: Key, found: Figures) -> None:
+        add(self._stage(key.stage).figures, found)
+        if MEASURED[0] in found:
+            estimator = key.stage, key.estimator, key.estimator_version
+            add(self.measured.setdefault(estimator, {}), found)
 
-    def add_to(self, families: Families, reading: Reading) -> None:
-        """Add all that was read."""
-        report = reading.report
-        self._budgets.keep(reading.first)
-        busiest = sorted(report.groups, key=lambda one: (-one.counts.get("admitted", 0), one.key))
-        self._stages.keep([one.key for one in busiest])
-        self._lanes.keep(sorted(one.lane.name for one in reading.lanes))
-        self._add_balances(families, report.balances)
-        self._add_requests(families, report)
-        self._add_estimators(families, report)
-        self._add_open(families, report)
-        for lane in reading.lanes:
-            self._add_lane(families, lane)
-
-    def _add_balances(self, families: Families, balances: Sequence[Balance]) -> None:
-        for state in STATES:
-            families.add("budgets", sum(one.state == state for one in balances), state)
-        open_ones = [one for one in balances if one.state != "closed"]
-        fullest = sorted(open_ones, key=_fullness, reverse=True)
-        labels = Labels(self._most).keep(one.budget for one in fullest)
-        for one in open_ones:
-            own = labels.of(one.budget), one.unit
-            families.add("reserved", one.reserved, *own)
-            families.add("spent", one.spent, *own)
-            if one.limit is not None and one.available is not None:
-                families.add("limit", one.limit, *own)
-                families.add("available", one.available, *own)
-                if one.limit:
-                    families.most("used_ratio", (one.reserved + one.spent) / one.limit, *own)
-            if one.end_us is not None and own[0] != OTHER:
-                families.add("window_end_timestamp_seconds", one.end_us / 1_000_000, *own)
-
-    def _add_requests(self, families: Families, report: Report) -> None:
-        for group in report.groups:
-            stage, counts = self._stages.of(group.key), group.counts
-            for name in ("admitted", "expired", "cancelled", "given_up", "refused"):
-                families.add(f"requests_{name}_total", counts.get(name, 0), stage)
-            for outcome in ENDED:
-                families.add("requests_ended_total", counts.get(outcome, 0), stage, outcome)
-            for flag in FLAGS:
-                families.add("requests_flagged_total", counts.get(flag, 0), stage, flag)
-            for category, count in group.failures.items():
-                families.add("failures_total", count, stage, category)
-        for refused in report.refusals:
-            budget = self._budgets.of(refused.budget)
-            families.add("refusals_total", refused.count, budget, refused.reason)
-        for amounts in report.amounts:
-            own = self._budgets.of(amounts.budget), amounts.unit
-            families.add("charged_total", amounts.charged, *own)
-            families.add("estimated_total", amounts.estimated, *own)
-            families.add("over_total", amounts.over, *own)
-
-    def _add_estimators(self, families: Families, report: Report) -> None:
-        sums: dict[tuple[str, ...], list[int]] = {}
-        busiest = sorted(report.drift, key=lambda one: one.requests, reverse=True)
-        self._estimators.keep(_identity(one) for one in busiest)
-        for one in report.drift:
-            labels: tuple[str, ...] = (one.stage, one.estimator, one.version)
-            if self._estimators.of(_identity(one)) == OTHER:
-                labels = (OTHER, OTHER, OTHER)
-            labels = (*labels, str(one.shadow).lower())
-            families.add("estimator_requests_total", one.requests, *labels)
-            families.add("estimator_estimated_total", one.estimated, *labels)
-            families.add("estimator_actual_total", one.actual, *labels)
-            found = sums.setdefault(labels, [0, 0])
-            found[0] += one.estimated
-            found[1] += one.actual
-        for labels, (estimated, actual) in sums.items():
-            if estimated:
-                families.add("estimator_drift_ratio", actual / estimated, *labels)
-
-    def _add_open(self, families: Families, report: Report) -> None:
-        work = report.open_work
-        for state in OPEN:
-            families.add("open_requests", work.get(state, 0), state)
-        families.add("cancelling_requests", work.get("cancelling", 0))
-        families.add("unclosed_attempts", work.get("unclosed", 0))
-        families.add("untold_results", work.get("untold", 0))
-        for state in ("due", "held"):
-            families.add("outbox_messages", work.get(state, 0), state)
-        families.add("outbox_overdue_seconds", report.overdue_seconds)
-        longest = sorted(report.parked, key=lambda one: one.oldest_seconds, reverse=True)
-        labels = Labels(self._most).keep(one.budget for one in longest)
-        for one in report.parked:
-            budget = labels.of(one.budget)
-            families.add("parked_requests", one.requests, budget)
-            families.most("parked_oldest_seconds", one.oldest_seconds, budget)
-        for reason in (*UNPUBLISHABLE, *ENDED_FOR_GOOD):
-            families.add("quarantine_entries", 0, reason)
-        for reason, count in report.quarantine.items():
-            families.add("quarantine_entries", count, reason)
-        if report.quarantine_bound is not None:
-            families.add("quarantine_limit", report.quarantine_bound)
-        ages = [relay.seconds for relay in report.relays]
-        families.add("relays", sum(age <= SEEN_SECONDS for age in ages))
-        if ages:
-            families.add("relay_silence_seconds", min(ages))
-
-    def _add_lane(self, families: Families, one: LaneStanding) -> None:
-        name = self._lanes.of(one.lane.name)
-        for state in ("waiting", "queued", "running"):
-            load = getattr(one, state)
-            families.add("lane_jobs", load.jobs, name, state)
-            families.add("lane_units", load.units, name, state)
-        families.most("lane_oldest_seconds", one.oldest_seconds, name)
-        for why in WHYS:
-            families.most("lane_blocked", one.why == why, name, why)
-        if one.awake is not None:
-            families.most("lane_awake", one.awake, name)
-
-
-def _fullness(one: Balance) -> tuple[float, int, str]:
-    """Order by the share of the limit that is used, then by how much that is."""
-    used = one.reserved + one.spent
-    return (used / one.limit if one.limit else 0.0, used, one.budget)
-
-
-def _identity(one: Drift) -> str:
-    return json.dumps([one.stage, one.estimator, one.version, one.shadow])
+    def _stage(self, name: str) -> Total:
+        return self.stages.setdefault(name, Total())

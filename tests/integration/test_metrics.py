@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 
 from celery_budget import BudgetExceeded, MissingExtra, budgeted, usage
 from celery_budget.integration.service import RelayService
-from celery_budget.metrics import exposition
+from celery_budget.metrics import collector, exposition
 from celery_budget.store import schema
 from tests.cluster import Cluster, eventually
 from tests.integration.commands import runner
@@ -22,6 +23,14 @@ from tests.monitoring.readings import Samples, samples_in
 from tests.services.base import free_port
 
 NAME = 'tenant:"b" \\ \u00e9'
+
+
+@pytest.fixture
+def often(on_both: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """A shop on either store whose ledger is read at each scrape."""
+    monkeypatch.setattr(collector, "REST", 0)
+    on_both.budget._settings = replace(on_both.budget.settings, metrics_seconds=1e-9)
+    return on_both
 
 
 def scraped(shop: Shop) -> Samples:
@@ -40,16 +49,15 @@ def work(shop: Shop, name: str = NAME) -> Any:
     return work
 
 
-def test_figures_are_those_of_the_ledger(on_both: Shop) -> None:
-    on_both.app.conf.budget_metrics_seconds = 1e-9
-    task = work(on_both)
-    assert scraped(on_both)["spent", (NAME, "tokens")] == 0
+def test_figures_are_those_of_the_ledger(often: Shop) -> None:
+    task = work(often)
+    assert scraped(often)["spent", (NAME, "tokens")] == 0
     task.apply((9,))
     task.apply((5,))
     task.delay(1)
     with pytest.raises(BudgetExceeded):
         task.delay(1)
-    got = scraped(on_both)
+    got = scraped(often)
     own = (NAME, "tokens")
     figures = [got[name, own] for name in ("limit", "reserved", "spent", "available")]
     assert figures == [20, 6, 14, 0]
@@ -71,27 +79,25 @@ def test_figures_are_those_of_the_ledger(on_both: Shop) -> None:
     assert got["wait_seconds_count", ("draft",)] == 2
 
 
-def test_counters_go_on_as_the_ledger_is_swept(on_both: Shop) -> None:
-    on_both.app.conf.budget_metrics_seconds = 1e-9
-    task = work(on_both)
+def test_counters_go_on_as_the_ledger_is_swept(often: Shop) -> None:
+    task = work(often)
     names = ("requests_admitted_total", "charged_total", "run_seconds_count", "run_seconds_sum")
     before: Samples = {}
     for number in range(1, 4):
         task.apply((1,))
         for _ in range(2):
-            got = {key: value for key, value in scraped(on_both).items() if key[0] in names}
+            got = {key: value for key, value in scraped(often).items() if key[0] in names}
             assert [key for key, value in before.items() if got[key] < value] == []
             before = got
-            on_both.sweep()
+            often.sweep()
         assert got["requests_admitted_total", ("draft",)] == number
         assert got["run_seconds_count", ("draft",)] == number
 
 
-def test_a_ledger_that_is_gone_is_told(on_both: Shop) -> None:
-    on_both.app.conf.budget_metrics_seconds = 1e-9
-    assert scraped(on_both)["up", ()] == 1
-    schema.metadata.drop_all(on_both.budget.store._engine)
-    got = scraped(on_both)
+def test_a_ledger_that_is_gone_is_told(often: Shop) -> None:
+    assert scraped(often)["up", ()] == 1
+    schema.metadata.drop_all(often.budget.store._engine)
+    got = scraped(often)
     assert got["up", ()] == 0
     assert {name for name, _ in got} == {"up", "read_duration_seconds", "read_errors_total"}
 

@@ -10,17 +10,18 @@ from prometheus_client import Metric
 
 from celery_budget.core.budgets import Balance
 from celery_budget.core.lanes import Lane, Load
+from celery_budget.core.tallies import RUN, WAIT, bin_of
 from celery_budget.metrics import CATALOGUE
 from celery_budget.metrics.reading import Reading
-from celery_budget.reconcile import Drift, LaneStanding, Queued, RelaySeen, Report
-from celery_budget.reconcile.figures import FAILURES, Amounts, Group, Refusals
+from celery_budget.reconcile import Drift, LaneStanding, Queued
+from celery_budget.reconcile.figures import Amounts, Refusals
+from celery_budget.reconcile.totals import Total
 
 #: By name without the prefix, and the values of the labels in the order of the catalogue.
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
 COUNTS = {
-    "admitted": 20,
-    "refused": 3,
+    "running": 5,
     "settled": 10,
     "released": 4,
     "lost": 1,
@@ -52,40 +53,16 @@ def balance(name: str = "tenant:a", **changes: Any) -> Balance:
     return replace(Balance(name, "tokens", 100, 10, 20, end_us=1_700_000_000_500_000), **changes)
 
 
-def group(key: str = "draft", **counts: int) -> Group:
-    return Group(key, {**COUNTS, **counts}, dict.fromkeys(FAILURES, 1))
+def stage(admitted: int = 20, refused: int = 3) -> Total:
+    """What became of so many requests."""
+    figures = {**COUNTS, "running": admitted - 15, "failed.permanent": 1}
+    # One that took up to 50 ms, one that took longer than any bound.
+    times = {f"{kind}{bin_of(us)}": 1 for kind in (WAIT, RUN) for us in (50_000, 90_000_000_000)}
+    return Total({**figures, **times}, refused)
 
 
 def amounts(name: str = "tenant:a", charged: int = 50) -> Amounts:
     return Amounts(name, "tokens", 10, 40, charged, 12, 2)
-
-
-def report(**changes: Any) -> Report:
-    full = Report(
-        balances=(balance(),),
-        counts=COUNTS,
-        drift=(
-            Drift("draft", "constant", "1", 10, 40, 50),
-            Drift("draft", "x", "2", 1, 2, 3, True),
-        ),
-        relays=(RelaySeen("web-1", 7, 1, 2, 1.5, True), RelaySeen("web-2", 8, 1, 2, 100.0, False)),
-        open_work={
-            "running": 2,
-            "waiting": 1,
-            "cancelling": 1,
-            "unclosed": 3,
-            "due": 4,
-            "untold": 5,
-        },
-        overdue_seconds=7,
-        quarantine={"oversize": 2},
-        quarantine_bound=100,
-        parked=(Queued("tenant:a", 3, 12.5),),
-        refusals=(Refusals("tenant:a", "held", 3),),
-        amounts=(amounts(),),
-        groups=(group(),),
-    )
-    return replace(full, **changes)
 
 
 def lane(name: str = "gpu", **changes: Any) -> LaneStanding:
@@ -96,5 +73,22 @@ def lane(name: str = "gpu", **changes: Any) -> LaneStanding:
 
 
 def reading(**changes: Any) -> Reading:
-    full = Reading(report(), (lane(),), ("tenant:a",))
+    full = Reading(
+        balances=(balance(),),
+        stages={"draft": stage()},
+        drift=(
+            Drift("draft", "constant", "1", 10, 40, 50),
+            Drift("draft", "x", "2", 1, 2, 3, shadow=True),
+        ),
+        amounts=(amounts(),),
+        refusals=(Refusals("tenant:a", "held", 3),),
+        open_work={"running": 2, "cancelling": 1, "unclosed": 3, "due": 4, "untold": 5},
+        overdue_us=7_500_000,
+        parked=(Queued("tenant:a", 3, 12.5),),
+        quarantine={"oversize": 2},
+        quarantine_bound=100,
+        relays=(1_500_000, 100_000_000),
+        lanes=(lane(),),
+        first=("tenant:a",),
+    )
     return replace(full, **changes)

@@ -13,22 +13,24 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as families
 
+from celery_budget.core.tallies import bin_of
 from celery_budget.errors import MissingExtra, StoreError
 from celery_budget.metrics import CATALOGUE, BudgetCollector, Passes, collector, exposition
 from celery_budget.metrics.families import Families
 from celery_budget.metrics.reading import Reading
+from celery_budget.metrics.series import BOUNDS
 from celery_budget.reconcile import Drift, Queued
+from celery_budget.reconcile.totals import Total
 from celery_budget.relay import Relayed
 from celery_budget.settings import Settings
 from tests.monitoring.readings import (
     Samples,
     amounts,
     balance,
-    group,
     lane,
     reading,
-    report,
     samples_in,
+    stage,
 )
 
 
@@ -42,6 +44,7 @@ class Ledger:
         self.on_look: Callable[[], object] = lambda: None
         self.looks = 0
         monkeypatch.setattr(collector, "look", self._look)
+        monkeypatch.setattr(collector, "REST", 0)
 
     def _look(self, store: Any, settings: Any) -> Reading:
         self.looks += 1
@@ -109,6 +112,7 @@ def test_figures_are_those_of_the_ledger(ledger: Ledger) -> None:
     assert got["requests_expired_total", ("draft",)] == 2
     assert got["refusals_total", ("tenant:a", "held")] == 3
     assert got["failures_total", ("draft", "permanent")] == 1
+    assert got["failures_total", ("draft", "refused")] == 3
     assert [got[f"{name}_total", own] for name in ("estimated", "charged", "over")] == [40, 50, 12]
     assert got["estimator_actual_total", ("draft", "constant", "1", "false")] == 50
     assert got["estimator_drift_ratio", ("draft", "constant", "1", "false")] == 1.25
@@ -117,7 +121,7 @@ def test_figures_are_those_of_the_ledger(ledger: Ledger) -> None:
     assert got["open_requests", ("planned",)] == 0
     assert [got[f"{name}", ()] for name in ("cancelling_requests", "unclosed_attempts")] == [1, 3]
     assert [got["outbox_messages", (state,)] for state in ("due", "held")] == [4, 0]
-    assert [got[name, ()] for name in ("untold_results", "outbox_overdue_seconds")] == [5, 7]
+    assert [got[name, ()] for name in ("untold_results", "outbox_overdue_seconds")] == [5, 7.5]
     assert got["parked_requests", ("tenant:a",)] == 3
     assert got["parked_oldest_seconds", ("tenant:a",)] == 12.5
     assert got["quarantine_entries", ("oversize",)] == 2
@@ -133,17 +137,36 @@ def test_figures_are_those_of_the_ledger(ledger: Ledger) -> None:
     assert [got[f"lane_{name}", ("gpu",)] for name in ("oldest_seconds", "awake")] == [9, 0]
 
 
+def test_times_are_counted_up_to_each_bound(ledger: Ledger) -> None:
+    got = samples(BudgetCollector(ledger))
+    for name in ("wait_seconds", "run_seconds"):
+        buckets = {
+            le: got[f"{name}_bucket", ("draft", le)] for le in ("0.05", "0.1", "86400.0", "+Inf")
+        }
+        assert buckets == {"0.05": 0, "0.1": 1, "86400.0": 1, "+Inf": 2}
+        assert got[f"{name}_count", ("draft",)] == 2
+        assert 90_000.05 <= got[f"{name}_sum", ("draft",)] <= 90_000.05 * 1.05
+
+
+def test_a_bucket_holds_no_time_above_its_bound_but_those_beside_it(ledger: Ledger) -> None:
+    """The longest time of a bin decides, at most a 32nd above the true one."""
+    for bound in BOUNDS:
+        us = int(bound * 1_000_000)
+        figures = {f"run.{bin_of(us // 2)}": 1, f"run.{bin_of(us * 33 // 32 + 1)}": 1}
+        ledger.next = reading(stages={"s": Total(figures)})
+        got = samples(BudgetCollector(ledger))
+        assert got["run_seconds_bucket", ("s", str(float(bound)))] == 1
+
+
 def test_what_has_no_value_is_not_shown(ledger: Ledger) -> None:
     ledger.next = reading(
-        report=report(
-            balances=(
-                balance("none", limit=None, end_us=None),
-                balance("blocked", limit=0),
-                balance("over", spent=150),
-                balance("closed", state="closed"),
-            ),
-            relays=(),
+        balances=(
+            balance("none", limit=None, end_us=None),
+            balance("blocked", limit=0),
+            balance("over", spent=150),
+            balance("closed", state="closed"),
         ),
+        relays=(),
         lanes=(lane(awake=None),),
     )
     got = samples(BudgetCollector(ledger))
@@ -166,7 +189,7 @@ def test_of_many_budgets_the_fullest_have_their_own_series(ledger: Ledger) -> No
     ledger.set(metrics_labels=2)
     balances = [balance(f"t{n}", spent=n * 10, reserved=0) for n in range(6)]
     ledger.next = reading(
-        report=report(balances=(*balances, balance("other unit", unit="usd", spent=1, reserved=0)))
+        balances=(*balances, balance("other unit", unit="usd", spent=1, reserved=0))
     )
     scraped = BudgetCollector(ledger)
     got = samples(scraped)
@@ -180,7 +203,7 @@ def test_of_many_budgets_the_fullest_have_their_own_series(ledger: Ledger) -> No
     assert got["used_ratio", ("(other)", "tokens")] == 0.3
     assert got["limit", ("(other)", "tokens")] == 400
     assert ("window_end_timestamp_seconds", ("(other)", "tokens")) not in got
-    ledger.next = reading(report=report(balances=(*balances, balance("t9", spent=100))))
+    ledger.next = reading(balances=(*balances, balance("t9", spent=100)))
     assert ("spent", ("t9", "tokens")) in samples(scraped)
 
 
@@ -189,30 +212,28 @@ def test_a_counter_stays_in_its_series(ledger: Ledger) -> None:
 
     def read(*charged: int, first: tuple[str, ...] = ("t0", "t1")) -> Reading:
         each = tuple(amounts(f"t{n}", one) for n, one in enumerate(charged))
-        groups = tuple(group(f"s{n}", admitted=one) for n, one in enumerate(charged))
-        return reading(report=report(amounts=each, groups=groups), first=first)
+        stages = {f"s{n}": stage(15 + one) for n, one in enumerate(charged)}
+        return reading(amounts=each, stages=stages, first=first)
 
     scraped = BudgetCollector(ledger)
     ledger.next = read(1, 2, 3)
     before = samples(scraped)
     budgets, stages = ("t0", "t1", "(other)"), ("s2", "s1", "(other)")
     assert [before["charged_total", (one, "tokens")] for one in budgets] == [1, 2, 3]
-    assert [before["requests_admitted_total", (one,)] for one in stages] == [3, 2, 1]
+    assert [before["requests_admitted_total", (one,)] for one in stages] == [18, 17, 16]
     # Others come first now, by every rule.
     ledger.next = read(9, 2, 4, 100, first=("t3", "t2"))
     after = samples(scraped)
     assert [after["charged_total", (one, "tokens")] for one in budgets] == [9, 2, 104]
-    assert [after["requests_admitted_total", (one,)] for one in stages] == [4, 2, 109]
+    assert [after["requests_admitted_total", (one,)] for one in stages] == [19, 17, 139]
     assert ("charged_total", ("t3", "tokens")) not in after
 
 
 def test_of_many_lanes_estimators_and_parked_the_others_are_summed(ledger: Ledger) -> None:
     ledger.set(metrics_labels=1)
     ledger.next = reading(
-        report=report(
-            drift=tuple(Drift("s", "e", str(n), n, 10, n) for n in range(1, 4)),
-            parked=(Queued("a", 1, 5.0), Queued("b", 2, 9.0), Queued("c", 3, 7.0)),
-        ),
+        drift=tuple(Drift("s", "e", str(n), n, 10, n) for n in range(1, 4)),
+        parked=(Queued("a", 1, 5.0), Queued("b", 2, 9.0), Queued("c", 3, 7.0)),
         lanes=(lane("a", why=None), lane("b", why="paused", oldest_seconds=1.0), lane("c")),
     )
     got = samples(BudgetCollector(ledger))
@@ -233,10 +254,10 @@ def test_counters_do_not_fall(ledger: Ledger) -> None:
     scraped = BudgetCollector(ledger)
     assert samples(scraped)["charged_total", ("tenant:a", "tokens")] == 50
     for charged, shown in ((45, 50), (52, 52)):
-        ledger.next = reading(report=report(amounts=(amounts(charged=charged),)))
+        ledger.next = reading(amounts=(amounts(charged=charged),))
         assert samples(scraped)["charged_total", ("tenant:a", "tokens")] == shown
     # What is no counter does.
-    ledger.next = reading(report=report(balances=(balance(spent=0),)))
+    ledger.next = reading(balances=(balance(spent=0),))
     assert samples(scraped)["spent", ("tenant:a", "tokens")] == 0
 
 
@@ -246,10 +267,7 @@ NAMES = ('quote"', "back\\slash", "line\u2028sep", "\\n", "{}", "(other)", "Ã¼nÃ
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
 def test_hostile_names_are_read_as_they_are(ledger: Ledger, accept: str) -> None:
     ledger.next = reading(
-        report=report(
-            balances=tuple(balance(name) for name in NAMES),
-            groups=tuple(group(name) for name in NAMES),
-        )
+        balances=tuple(balance(name) for name in NAMES), stages={name: stage() for name in NAMES}
     )
     got = samples(BudgetCollector(ledger), accept)
     assert {labels[0] for name, labels in got if name == "spent"} == set(NAMES)
@@ -259,7 +277,7 @@ def test_hostile_names_are_read_as_they_are(ledger: Ledger, accept: str) -> None
 def test_a_budget_called_other_is_summed_with_the_others(ledger: Ledger) -> None:
     ledger.set(metrics_labels=2)
     names = ("(other)", "a", "b")
-    ledger.next = reading(report=report(balances=tuple(balance(name) for name in names)))
+    ledger.next = reading(balances=tuple(balance(name) for name in names))
     assert samples(BudgetCollector(ledger))["spent", ("(other)", "tokens")] in (20, 40)
 
 
@@ -298,6 +316,15 @@ def test_one_reading_answers_all_scrapes_for_a_while(ledger: Ledger) -> None:
     other = BudgetCollector(ledger)
     assert [samples(other)["up", ()] for _ in range(3)] == [0, 0, 0]
     assert ledger.looks == 2
+
+
+def test_a_reading_that_takes_long_is_seldom(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "REST", 1e9)
+    scraped = BudgetCollector(ledger)
+    assert scraped.exposition() == scraped.exposition()
+    assert ledger.looks == 1
 
 
 def test_one_reading_at_a_time_is_made(ledger: Ledger) -> None:
