@@ -383,19 +383,15 @@ reservations = Table(
     Index("ix_budget_reservations_measured", "root", "stage", "ended_us", **_when(IS_MEASURED)),
     Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
     Index("ix_budget_reservations_untallied", "root", "ended_us", **_when(IS_UNTALLIED)),
+    # Which were admitted when; on PostgreSQL by ranges of pages, which costs an admission next to
+    # nothing.
+    Index(
+        "ix_budget_reservations_created",
+        "created_us",
+        postgresql_using="brin",
+        postgresql_with={"autosummarize": True, "pages_per_range": 32},
+    ),
 )
-
-# Which were admitted when. On PostgreSQL by ranges of pages, which costs an admission next to
-# nothing, and a tree elsewhere.
-Index("ix_budget_reservations_created", reservations.c.root, reservations.c.created_us).ddl_if(
-    dialect="sqlite"
-)
-Index(
-    "ix_budget_reservations_admitted",
-    reservations.c.created_us,
-    postgresql_using="brin",
-    postgresql_with={"autosummarize": True, "pages_per_range": 32},
-).ddl_if(dialect="postgresql")
 
 lines = Table(
     "budget_lines",

@@ -59,18 +59,13 @@ def _upgrade_tallies() -> None:
         postgresql_where=sa.text(UNTALLIED),
         sqlite_where=sa.text(UNTALLIED),
     )
-    if op.get_bind().dialect.name == "postgresql":
-        op.create_index(
-            "ix_budget_reservations_admitted",
-            "budget_reservations",
-            ["created_us"],
-            postgresql_using="brin",
-            postgresql_with={"autosummarize": True, "pages_per_range": 32},
-        )
-    else:
-        op.create_index(
-            "ix_budget_reservations_created", "budget_reservations", ["root", "created_us"]
-        )
+    op.create_index(
+        "ix_budget_reservations_created",
+        "budget_reservations",
+        ["created_us"],
+        postgresql_using="brin",
+        postgresql_with={"autosummarize": True, "pages_per_range": 32},
+    )
     op.create_table(
         "budget_tallies",
         sa.Column("root", sa.String(255)),
@@ -125,8 +120,7 @@ def _downgrade_tallies() -> None:
         " WHERE k = 1",
     )
     op.drop_table("budget_tallies")
-    created = "admitted" if op.get_bind().dialect.name == "postgresql" else "created"
-    for name in ("untallied", created):
+    for name in ("untallied", "created"):
         op.drop_index(f"ix_budget_reservations_{name}", "budget_reservations")
     for name in ("tallied", "admitted", "due_us"):
         op.drop_column("budget_reservations", name)
