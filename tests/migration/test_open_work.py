@@ -32,7 +32,7 @@ SINCE = {
         "due_us",
         "admitted",
         "tallied",
-    },  # fmt: skip
+    },
     "outbox": {"lane", "tenant", "weight"},
     "parked": {"budget", "reason", "amount", "turn", "ahead_us", "window_us"},
     "quarantine": {"attempts", "used"},
