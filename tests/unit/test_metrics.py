@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -402,6 +403,13 @@ def test_without_the_library_the_extra_is_named(
     for make in (BudgetCollector, exposition):
         with pytest.raises(MissingExtra, match=r"celery-budget\[prometheus\]"):
             make(ledger)
+
+
+def test_the_library_is_imported_when_it_is_first_needed() -> None:
+    code = "import celery_budget.cli, celery_budget.metrics, sys; print(*sys.modules, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "celery_budget.metrics.collector" in done.stdout.split()
+    assert "prometheus_client" not in done.stdout.split()
 
 
 def test_a_relay_counts_its_passes(ledger: Ledger) -> None:
