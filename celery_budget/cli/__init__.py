@@ -5,7 +5,17 @@ not add up, 2 where the command line is wrong. Errors go to the standard error s
 ``--json`` too.
 """
 
-from celery_budget.cli import accounts, cancel, declare, inspect, lane, parked, quarantine, relay
+from celery_budget.cli import (
+    accounts,
+    cancel,
+    declare,
+    inspect,
+    lane,
+    parked,
+    quarantine,
+    reconcile,
+    relay,
+)
 from celery_budget.cli.group import budget
 
 __all__ = [
@@ -17,5 +27,6 @@ __all__ = [
     "lane",
     "parked",
     "quarantine",
+    "reconcile",
     "relay",
 ]

@@ -14,6 +14,8 @@ from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
 from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
 from celery_budget.integration.capture import arguments_of
+from celery_budget.integration.queues import KombuQueues
+from celery_budget.integration.results import BackendResults
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets
 
@@ -180,9 +182,34 @@ class Views:
         """Return the relays that run, and those that ended without a word in the last hour."""
         return shown.relays(self.store, self.settings)
 
-    def reconcile(self) -> shown.Reconciliation:
-        """Return whether the ledger adds up, and what does not."""
-        return shown.reconcile(self.store, self.settings)
+    def reconcile(
+        self, *, limit: int = 20, broker: bool = False, results: int = 0
+    ) -> shown.Reconciliation:
+        """Return whether the ledger adds up, what does not, and what of it is open.
+
+        :param limit: how much that lacks a step is told in words, of each kind.
+        :param broker: ask the brokers for the queues that published work went to. One that does not
+            answer within seconds is told as such.
+        :param results: look up in the result backend the results of so many requests that have
+            ended, those admitted last.
+        """
+        if type(limit) is not int or limit < 0:
+            raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}")
+        if type(results) is not int or results < 0:
+            raise InvalidAmount(f"results= is an integer from 0 on, not {results!r}")
+        queues = KombuQueues(self.app) if broker else None
+        try:
+            return shown.reconcile(
+                self.store,
+                self.settings,
+                limit=limit,
+                queues=queues,
+                stored=BackendResults(self.app),
+                results=results,
+            )
+        finally:
+            if queues is not None:
+                queues.close()
 
     def explain(self, some_id: str) -> list[shown.Story]:
         """Return the life of the requests with this task id, request id or reservation id."""

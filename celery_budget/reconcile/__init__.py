@@ -3,12 +3,15 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
+from celery_budget.reconcile.brokers import QueueStanding
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
+from celery_budget.reconcile.kinds import STEPS
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
-from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
+from celery_budget.reconcile.proof import Reconciliation, fold, reconcile
+from celery_budget.reconcile.repairs import repair
 from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
@@ -20,6 +23,7 @@ from celery_budget.reconcile.standing import (
     standing,
     templates,
 )
+from celery_budget.reconcile.steps import Pending, Step
 from celery_budget.reconcile.stories import Story, explain
 from celery_budget.reconcile.terms import (
     balance_as_dict,
@@ -36,6 +40,7 @@ from celery_budget.reconcile.waiting import (
 )
 
 __all__ = [
+    "STEPS",
     "Amounts",
     "Day",
     "Drift",
@@ -44,7 +49,9 @@ __all__ = [
     "Group",
     "LaneStanding",
     "ParkedRequest",
+    "Pending",
     "Quarantined",
+    "QueueStanding",
     "Queued",
     "Reconciliation",
     "Refusals",
@@ -52,6 +59,7 @@ __all__ = [
     "Report",
     "Spread",
     "Standing",
+    "Step",
     "Story",
     "Suggestion",
     "Template",

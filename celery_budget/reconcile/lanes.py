@@ -9,10 +9,10 @@ from celery_budget.core.lanes import Lane, Load
 from celery_budget.errors import UnknownLane
 from celery_budget.reconcile.terms import lane_as_dict
 from celery_budget.settings import Settings
-from celery_budget.store import Store
+from celery_budget.store import Connection, Store
 from celery_budget.store import lanes as stored
 
-__all__ = ["LaneStanding", "lane_standings"]
+__all__ = ["LaneStanding", "lane_standings", "lane_standings_in"]
 
 #: For how long it counts that workers answered, in seconds.
 FRESH_SECONDS = stored.FRESH_ANSWER_US / 1_000_000
@@ -63,10 +63,17 @@ def lane_standings(store: Store, settings: Settings, name: str | None = None) ->
 
     :raises UnknownLane: where there is none.
     """
-    found = [_seen(one) for one in store.read(stored.standings, settings.root, name)]
+    found = store.read(lane_standings_in, settings.root, name)
     if name is not None and not found:
         raise UnknownLane(name)
     return found
+
+
+def lane_standings_in(
+    connection: Connection, root: str, name: str | None = None
+) -> list[LaneStanding]:
+    """As :func:`lane_standings`; none where there is no lane."""
+    return [_seen(one) for one in stored.standings(connection, root, name)]
 
 
 def _seen(one: stored.LaneStanding) -> LaneStanding:

@@ -17,7 +17,10 @@ from celery_budget.store import quarantine as isolated
 from celery_budget.store import relays as relay_rows
 from celery_budget.store.relays import Seen
 
-__all__ = ["RelaySeen", "Report", "relays", "report"]
+__all__ = ["GONE_SECONDS", "RelaySeen", "Report", "relays", "relays_in", "report"]
+
+#: A relay is seen every few seconds; one that was not for longer than this does not run any more.
+GONE_SECONDS = 15
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class RelaySeen:
     seen_us: int
     seconds: float
     sleeping: bool
+
+    @property
+    def gone(self) -> bool:
+        """Whether it does not run any more."""
+        return self.seconds > GONE_SECONDS
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -156,7 +164,7 @@ def _report(
         balances,
         counts,
         drifts(connection, root, ceilings),
-        _relays(connection, root),
+        relays_in(connection, root),
         reports.open_work(connection, root),
         reports.overdue_us(connection, root) // 1_000_000,
         quarantine=isolated.count_by_reason(connection, root),
@@ -168,10 +176,11 @@ def _report(
 
 def relays(store: Store, settings: Settings) -> tuple[RelaySeen, ...]:
     """Return the relays that run, and those that ended without a word in the last hour."""
-    return store.read(_relays, settings.root)
+    return store.read(relays_in, settings.root)
 
 
-def _relays(connection: Connection, root: str) -> tuple[RelaySeen, ...]:
+def relays_in(connection: Connection, root: str) -> tuple[RelaySeen, ...]:
+    """As :func:`relays`."""
     return tuple(map(_relay, relay_rows.seen(connection, root)))
 
 

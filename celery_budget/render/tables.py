@@ -44,9 +44,6 @@ DRIFT_LOW = 0.5
 #: A message that is due for longer than this is waiting for a relay that does not run.
 OVERDUE_SECONDS = 10
 
-#: A relay is seen every few seconds; one that was not for longer than this does not run any more.
-GONE_SECONDS = 15
-
 _COMPARED = ("requests", "estimated", "actual", "ratio")
 
 _BAD = "bold red"
@@ -225,7 +222,7 @@ def relays_table(relays: Sequence[RelaySeen]) -> RenderableType:
 
 
 def _relay_row(relay: RelaySeen) -> list[Text | str]:
-    gone = relay.seconds > GONE_SECONDS
+    gone = relay.gone
     state = "gone" if gone else "sleeping" if relay.sleeping else ""
     return [
         literal(relay.host),
