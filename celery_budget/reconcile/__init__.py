@@ -6,6 +6,8 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 from celery_budget.reconcile.brokers import QueueStanding
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
+from celery_budget.reconcile.invoices import Compared, Comparison, Difference
+from celery_budget.reconcile.invoices import compare as compare_invoice
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.kinds import STEPS
@@ -42,7 +44,10 @@ from celery_budget.reconcile.waiting import (
 __all__ = [
     "STEPS",
     "Amounts",
+    "Compared",
+    "Comparison",
     "Day",
+    "Difference",
     "Drift",
     "Entry",
     "Grant",
@@ -66,6 +71,7 @@ __all__ = [
     "balance_as_dict",
     "budget_as_dict",
     "change_as_dict",
+    "compare_invoice",
     "explain",
     "find_parked",
     "find_quarantined",

@@ -42,6 +42,9 @@ __all__ = [
     "settled",
 ]
 
+#: What is late by less is not overdue: somebody is at it.
+SECOND_US = 1_000_000
+
 #: What can be lacking, in the order of a request's life.
 KINDS = (
     "parked",
@@ -288,7 +291,7 @@ def counted(connection: Connection, root: str) -> list[Counted]:
                 rows.c.kind,
                 sa.func.count().label("requests"),
                 sa.func.max(instant() - rows.c.since_us).label("oldest_us"),
-                sa.func.count(sa.case((over > 0, 1))).label("overdue"),
+                sa.func.count(sa.case((over >= SECOND_US, 1))).label("overdue"),
                 sa.func.max(over).label("overdue_us"),
             ).group_by(rows.c.kind)
         ):
