@@ -160,9 +160,9 @@ def _relay(known: Known) -> str:
 
 
 def _parked(row: Any, known: Known) -> str:
-    what = "its next attempt" if row.retries else "it"
+    needs = f"its next attempt needs {row.amount} more" if row.retries else f"needs {row.amount}"
     return (
-        f"parked for {_since(row)}: {what} needs {row.amount} more of budget {row.budget!r}; "
+        f"parked for {_since(row)}: {needs} of budget {row.budget!r}; "
         f"admitted in fair order when there is room, given up at {at(row.next_us)}"
     )
 
