@@ -27,6 +27,7 @@ __all__ = [
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
+    "InvalidReport",
     "InvoiceError",
     "KeyConflict",
     "MissingExtra",
@@ -184,6 +185,10 @@ class InvalidBudget(BudgetError, ValueError):
 
     Nothing was changed.
     """
+
+
+class InvalidReport(BudgetError, ValueError):
+    """What is asked of a report cannot be: a period without time, an unknown grouping."""
 
 
 class InvalidLane(BudgetError, ValueError):

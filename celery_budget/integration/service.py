@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from celery_budget import inquiry, parking, recovery, relay
+from celery_budget import inquiry, parking, recovery, relay, tallying
 from celery_budget.errors import StoreError
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
@@ -210,7 +210,7 @@ def look_at_parked(budget: CeleryBudget) -> parking.Looked:
 
 
 def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
-    """Run every periodic step once: windows, parked work, then recovery.
+    """Run every periodic step once: windows, parked work, recovery, then tallies.
 
     One that fails does not keep the others from their work; the first error is raised afterwards.
     """
@@ -219,6 +219,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
         upkeep.run_once,
         lambda: look_at_parked(budget),
         lambda: recovery.run_once(budget.store, budget.settings, results, suspicion),
+        lambda: tallying.run_once(budget.store, budget.settings),
     )
     first: Exception | None = None
     for step in steps:

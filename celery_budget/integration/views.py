@@ -16,10 +16,17 @@ from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
 from celery_budget.core.invoices import MOST_LINE
 from celery_budget.core.periods import zone_named
-from celery_budget.errors import InvalidAmount, InvalidBudget, InvoiceError, NotQuarantined
+from celery_budget.errors import (
+    InvalidAmount,
+    InvalidBudget,
+    InvalidReport,
+    InvoiceError,
+    NotQuarantined,
+)
 from celery_budget.integration.capture import arguments_of
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
+from celery_budget.reconcile.figures import GROUPINGS
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets
 
@@ -158,8 +165,16 @@ class Views:
         :param stage: only requests of it.
         :param by: group the figures as well, by ``tenant``, ``stage``, ``task``, ``day`` or
             ``estimator``.
+        :raises InvalidReport: for a period without any time in it, or another grouping.
+        :raises InvalidBudget: for an instant without a time zone.
+        :raises UnknownBudget: where there is no such budget.
         """
-        return shown.report(self.store, self.settings)
+        if by is not None and by not in GROUPINGS:
+            raise InvalidReport(f"by= is {by!r}; give one of {', '.join(GROUPINGS)}")
+        since_us, since_ago = _instant("since", since)
+        until_us, until_ago = _instant("until", until)
+        asked = shown.Asked(since_us, until_us, budget, stage)
+        return shown.report(self.store, self.settings, asked, by, (since_ago, until_ago))
 
     def suggest(
         self,
@@ -179,7 +194,7 @@ class Views:
         :raises InvalidBudget: for an instant without a time zone.
         """
         share = checked_quantile(quantile)
-        since_us, lasting_us = _since(since)
+        since_us, lasting_us = _instant("since", since)
         return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
@@ -287,12 +302,12 @@ def _percent(value: float | Decimal | str) -> Decimal:
     return percent
 
 
-def _since(since: Any) -> tuple[int | None, int | None]:
-    """Return since when, or for how long before now, in microseconds."""
-    if since is None or isinstance(since, timedelta):
-        return None, None if since is None else since // _MICROSECOND
-    if not isinstance(since, datetime) or since.utcoffset() is None:
+def _instant(name: str, given: Any) -> tuple[int | None, int | None]:
+    """Return when that is, or how long before now, in microseconds."""
+    if given is None or isinstance(given, timedelta):
+        return None, None if given is None else given // _MICROSECOND
+    if not isinstance(given, datetime) or given.utcoffset() is None:
         raise InvalidBudget(
-            f"since= is {since!r}; give a datetime with a time zone, or a timedelta before now"
+            f"{name}= is {given!r}; give a datetime with a time zone, or a timedelta before now"
         )
-    return max((since - _EPOCH) // _MICROSECOND, 0), None
+    return max((given - _EPOCH) // _MICROSECOND, 0), None

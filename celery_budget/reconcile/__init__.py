@@ -14,7 +14,7 @@ from celery_budget.reconcile.kinds import STEPS
 from celery_budget.reconcile.lanes import LaneStanding, lane_standings
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile
 from celery_budget.reconcile.repairs import repair
-from celery_budget.reconcile.reports import RelaySeen, Report, relays, report
+from celery_budget.reconcile.reports import Asked, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
     Grant,
@@ -44,6 +44,7 @@ from celery_budget.reconcile.waiting import (
 __all__ = [
     "STEPS",
     "Amounts",
+    "Asked",
     "Compared",
     "Comparison",
     "Day",

@@ -13,11 +13,20 @@ from celery_budget.reconcile.lanes import lane_standings_in
 from celery_budget.reconcile.reports import relays_in
 from celery_budget.reconcile.results import Stored, unstored
 from celery_budget.reconcile.steps import Pending, Seen, look, pending_steps
+from celery_budget.reconcile.totals import day_name
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, derived, journal, pending, reports
+from celery_budget.store import Connection, Store, derived, journal, pending, reports, tallies
 from celery_budget.store.balances import Key, key_of
 
-__all__ = ["Reconciliation", "balance_name", "fold", "prove", "reconcile", "wrong_balances"]
+__all__ = [
+    "Reconciliation",
+    "balance_name",
+    "fold",
+    "prove",
+    "reconcile",
+    "wrong_balances",
+    "wrong_tallies",
+]
 
 #: How many balances with old journal entries are looked up at a time.
 PAGE = 1000
@@ -37,6 +46,7 @@ class Reconciliation:
     :ivar overdue_seconds: for how long the oldest due message has been waiting for a relay.
     :ivar requests: how many were admitted.
     :ivar remedies: one sentence for each kind of mismatch: what can be done about it.
+    :ivar notes: one sentence for each thing that is odd and not wrong.
     :ivar pending: what was accepted and lacks a step, by kind, with some of each told in words.
     :ivar queues: where published work waits, by the ledger and by its brokers.
     :ivar relays: how many relays run.
@@ -50,6 +60,7 @@ class Reconciliation:
     overdue_seconds: int = 0
     requests: int = 0
     remedies: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     pending: tuple[Pending, ...] = ()
     queues: tuple[QueueStanding, ...] = ()
     relays: int = 0
@@ -71,6 +82,7 @@ class Reconciliation:
             "ok": self.ok,
             "mismatches": list(self.mismatches),
             "remedies": list(self.remedies),
+            "notes": list(self.notes),
             "open": self.open_work,
             "overdue_seconds": self.overdue_seconds,
             "requests": self.requests,
@@ -123,7 +135,10 @@ def _read(
     relays = sum(not relay.gone for relay in relays_in(connection, root))
     lanes = {one.lane.name: one for one in lane_standings_in(connection, root)}
     proved = replace(
-        prove(connection, root), requests=pending.admitted(connection, root), relays=relays
+        prove(connection, root),
+        requests=pending.admitted(connection, root),
+        relays=relays,
+        notes=tuple(map(_told_misdated, derived.misdated(connection, root))),
     )
     seen = look(connection, root, limit, lanes, relays)
     return proved, seen, pending.published(connection, root, MOST_QUEUES)
@@ -132,7 +147,7 @@ def _read(
 def prove(connection: Connection, root: str) -> Reconciliation:
     """Compare balances with lines and journal, lines with requests and usage; locks nothing.
 
-    And messages with those that come before them, and counts with the clock.
+    And messages with those that come before them, and tallies with requests.
     """
     found = {
         kind: [told(row) for row in rows(connection, root)]
@@ -191,10 +206,30 @@ def _told_stuck(row: Any) -> str:
     return f"the message of task {task_id} is passed by, and none comes before it by its order key"
 
 
+def wrong_tallies(connection: Connection, root: str) -> list[tuple[int, int]]:
+    """Return days whose tallies are not what their requests add up to, and how many are not."""
+    found = (
+        (day, len(tallies.mismatched_tallies(connection, root, day)))
+        for day in tallies.days(connection, root)
+    )
+    return [(day, wrong) for day, wrong in found if wrong]
+
+
+def _told_tallies(row: tuple[int, int]) -> str:
+    day, wrong = row
+    return (
+        f"{wrong} {'tally' if wrong == 1 else 'tallies'} of {day_name(day)} "
+        f"{'is' if wrong == 1 else 'are'} not what its requests add up to"
+    )
+
+
 def _told_misdated(row: derived.Misdated) -> str:
     lane, counted_us = row
     whose = "of the outbox" if lane is None else f"of lane {lane!r}"
-    return f"the count of what waits {whose} is from {at(counted_us)}, which is to come"
+    return (
+        f"the count of what waits {whose} is from {at(counted_us)}, and believed until then; made "
+        f"anew after {_REPAIRED}"
+    )
 
 
 #: By kind of mismatch: what finds them, and what tells one.
@@ -211,7 +246,7 @@ _PROOFS: dict[str, tuple[Callable[[Connection, str], Any], Callable[[Any], str]]
         lambda connection, root: derived.stuck_behind(connection, root, MOST_STUCK),
         _told_stuck,
     ),
-    "counts": (derived.misdated, _told_misdated),
+    "tallies": (wrong_tallies, _told_tallies),
 }
 
 _REPAIRED = "'celery -A PROJ budget reconcile --repair'"
@@ -234,7 +269,7 @@ _REMEDIES = {
         "what nothing brings to an end is given back with 'celery -A PROJ budget cancel TASK_ID'"
     ),
     "behind": f"messages that are passed by for good are let go by {_REPAIRED}",
-    "counts": f"counts are made anew after {_REPAIRED}; or when their time has come",
+    "tallies": f"what reports add up from is made anew by {_REPAIRED}",
 }
 
 

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from celery_budget.core.budgets import Balance
-from celery_budget.reconcile.estimates import Drift, drifts
+from celery_budget.core.tallies import AMOUNTS, DAY_US, Figures, Key, add, day_of
+from celery_budget.errors import InvalidReport
+from celery_budget.reconcile.estimates import Drift
 from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
 from celery_budget.reconcile.terms import balance_as_dict
+from celery_budget.reconcile.totals import (
+    GROUPED_BY,
+    STATES,
+    Total,
+    day_name,
+    drifts,
+    group_of,
+    instant_name,
+    named,
+)
 from celery_budget.reconcile.waiting import Queued, queued_in
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, budgets, reports
+from celery_budget.store import Connection, Store, budgets, figures, reports
 from celery_budget.store import quarantine as isolated
 from celery_budget.store import relays as relay_rows
+from celery_budget.store.figures import Asked
 from celery_budget.store.relays import Seen
+from celery_budget.store.windows import read_now
 
-__all__ = ["GONE_SECONDS", "RelaySeen", "Report", "relays", "relays_in", "report"]
+__all__ = ["GONE_SECONDS", "Asked", "RelaySeen", "Report", "relays", "relays_in", "report"]
 
 #: A relay is seen every few seconds; one that was not for longer than this does not run any more.
 GONE_SECONDS = 15
+#: All that was ever admitted.
+EVERYTHING = Asked()
 
 
 @dataclass(frozen=True)
@@ -135,43 +150,225 @@ class Report:
         }
 
 
-_STATES = ("planned", "reserved", "published", "running", "waiting", "settled", "released", "lost")
+#: How many days are shown for plots, and of how many budgets at most what they were charged.
+DAYS, PLOTTED = 31, 12
 
 
-def report(store: Store, settings: Settings) -> Report:
-    """Gather the report, all of it at one moment."""
-    return store.read(_report, settings.root, settings.max_quarantine, settings.drift_ceilings)
+def report(
+    store: Store,
+    settings: Settings,
+    asked: Asked = EVERYTHING,
+    by: str | None = None,
+    ago: tuple[int | None, int | None] = (None, None),
+) -> Report:
+    """Gather the report, all of it at one moment.
+
+    :param by: one of :data:`~.figures.GROUPINGS`.
+    :param ago: in place of either end of the period, how long before now that is, in microseconds.
+    :raises UnknownBudget: where there is no such budget.
+    :raises InvalidReport: where the period ends before it begins.
+    """
+    return store.read(_report, settings, asked, by, ago)
 
 
 def _report(
-    connection: Connection, root: str, quarantine_bound: int, ceilings: Mapping[str, float]
+    connection: Connection,
+    settings: Settings,
+    asked: Asked,
+    by: str | None,
+    ago: tuple[int | None, int | None],
 ) -> Report:
-    raw = reports.counts(connection, root)
-    states = {state: raw.get(f"state_{state}", 0) for state in _STATES}
-    flags = {flag: raw[flag] for flag in ("over", "unmetered", "unreserved")}
-    # What was given up before it was ever admitted is kept as released, for its story.
-    states["released"] -= raw["given_up"]
-    counts = {
-        "admitted": sum(states.values()),
-        "refused": raw["refused"],
-        "parked": raw["parked"],
-        "given_up": raw["given_up"],
-        **states,
-        **flags,
-    }
-    balances = tuple(budgets.balances_of(connection, root))
+    root = settings.root
+    now_us = read_now(connection)
+    asked = _at(asked, ago, now_us)
+    if asked.budget is None:
+        balances = tuple(budgets.balances_of(connection, root))
+    else:
+        balances = (budgets.balance(connection, root, asked.budget),)
+    sums = _Sums(asked, by, now_us)
+    sums.gather(connection, root)
+    sums.gather_days(connection, root, balances)
+    groups = tuple(
+        Group(name, one.counts(), one.failures(), one.drawn(), one.waits(), one.runs())
+        for name, one in sorted(sums.groups.items())
+    )
+    total = sums.total
+    parked = figures.parked_count(connection, root, asked)
     return Report(
         balances,
-        counts,
-        drifts(connection, root, ceilings),
+        total.counts(parked),
+        drifts(sums.by_estimator, settings.drift_ceilings),
         relays_in(connection, root),
         reports.open_work(connection, root),
         reports.overdue_us(connection, root) // 1_000_000,
-        quarantine=isolated.count_by_reason(connection, root),
-        quarantine_bound=quarantine_bound,
-        parked=queued_in(connection, root),
-        lanes=reports.by_lane(connection, root),
+        asked.since_us,
+        asked.until_us,
+        asked.budget,
+        asked.stage,
+        by,
+        isolated.count_by_reason(connection, root),
+        settings.max_quarantine,
+        tuple(
+            one
+            for one in queued_in(connection, root)
+            if asked.budget is None or one.budget == asked.budget
+        ),
+        dict(sorted(sums.lanes.items())),
+        tuple(Refusals(*key, number) for key, number in sorted(sums.refused.items())),
+        total.drawn(),
+        total.failures(),
+        total.waits(),
+        total.runs(),
+        groups,
+        sums.days_of(balances),
     )
+
+
+def _at(asked: Asked, ago: tuple[int | None, int | None], now_us: int) -> Asked:
+    """Return what is asked for with its period in instants.
+
+    :raises InvalidReport: where it ends before it begins.
+    """
+    ends = (asked.since_us, asked.until_us)
+    since, until = (
+        us if before is None else max(0, now_us - before)
+        for us, before in zip(ends, ago, strict=True)
+    )
+    last = now_us if until is None else until
+    if since is not None and since >= last:
+        raise InvalidReport(
+            f"since= is {instant_name(since)}, and the period ends at {instant_name(last)}; give "
+            "one that has any time in it"
+        )
+    return replace(asked, since_us=since, until_us=until)
+
+
+class _Sums:
+    """What is added up for a report: each request is looked at once, and counted all round."""
+
+    def __init__(self, asked: Asked, by: str | None, now_us: int) -> None:
+        self.total = Total()
+        self.groups: dict[str, Total] = {}
+        self.by_estimator: dict[tuple[str, str, str], Figures] = {}
+        self.lanes: dict[str, int] = {}
+        self.refused: dict[tuple[str, str], int] = {}
+        self._days: dict[int, Total] = {}
+        self._asked, self._by = asked, by
+        self._owners = by == "tenant" and asked.budget is None
+        last = now_us if asked.until_us is None else asked.until_us - 1
+        self._last = day_of(last)
+        self._first = self._last - DAYS + 1
+
+    def gather(self, connection: Connection, root: str) -> None:
+        """Add up everything but the amounts of whole days, by day."""
+        asked = self._asked
+        for key, found in figures.tallied(connection, root, asked, self._owners):
+            self._count(key, found)
+        for key, found in figures.direct(connection, root, asked):
+            if self._is_counted(key):
+                self._count(key, found)
+            if key.budget and asked.budget in (None, key.budget):
+                self._draw(key, found)
+        for key, found in figures.opened(connection, root, asked):
+            self._count(key, found)
+        columns = () if self._by is None else GROUPED_BY[self._by]
+        for group, budget, unit, found in figures.amounts(connection, root, asked, columns):
+            self.total.draw(budget, unit, found)
+            if self._by is not None:
+                self._group(named(self._by, group)).draw(budget, unit, found)
+        for day, budget, stage, reason, number in figures.refused(connection, root, asked):
+            self._refuse(day, budget, stage, reason, number)
+
+    def gather_days(self, connection: Connection, root: str, balances: tuple[Balance, ...]) -> None:
+        """Add up what some budgets were charged on each of the last days.
+
+        Of those that have a limit the fullest, where they are too many for a plot.
+        """
+        self._plotted = _fullest(balances)
+        since = self._first * DAY_US
+        asked = replace(self._asked, since_us=max(since, self._asked.since_us or 0))
+        for (day,), budget, unit, found in figures.amounts(
+            connection, root, asked, ("day",), self._plotted
+        ):
+            self._day(day).draw(budget, unit, found)
+
+    def days_of(self, balances: tuple[Balance, ...]) -> tuple[Day, ...]:
+        """Return the last days, from the first of which there is anything to tell."""
+        if not self._days:
+            return ()
+        limits = {
+            one.budget: one.limit
+            for one in balances
+            if one.limit is not None and one.budget in self._plotted
+        }
+        found = []
+        for day in range(min(self._days), self._last + 1):
+            one = self._days.get(day, Total())
+            drawn = tuple(amount for amount in one.drawn() if amount.budget in self._plotted)
+            times = one.waits(), one.runs()
+            found.append(
+                Day(day_name(day), one.counts(), one.failures(), drawn, *times, limits=limits)
+            )
+        return tuple(found)
+
+    def _is_counted(self, key: Key) -> bool:
+        """Whether a key is the one by which each request is counted once, as it is asked for."""
+        if self._asked.budget is not None:
+            return key.budget == self._asked.budget
+        return key.budget == "" and (key.owner != "") == self._owners
+
+    def _count(self, key: Key, found: Figures) -> None:
+        totals = [self.total]
+        if self._by is not None:
+            totals.append(self._group(group_of(key, self._by)))
+        if key.day >= self._first:
+            totals.append(self._day(key.day))
+        for one in totals:
+            add(one.figures, found)
+        estimator = key.stage, key.estimator, key.estimator_version
+        if "measured" in found:
+            add(self.by_estimator.setdefault(estimator, {}), found)
+        if key.lane:
+            admitted = sum(found.get(state, 0) for state in STATES)
+            self.lanes[key.lane] = self.lanes.get(key.lane, 0) + admitted
+
+    def _draw(self, key: Key, found: Figures) -> None:
+        drawn = {name: found[name] for name in AMOUNTS if name in found}
+        self.total.draw(key.budget, key.unit, drawn)
+        if self._by is not None:
+            self._group(group_of(key, self._by)).draw(key.budget, key.unit, drawn)
+        if key.day >= self._first:
+            self._day(key.day).draw(key.budget, key.unit, drawn)
+
+    def _refuse(self, day: int, budget: str, stage: str, reason: str, number: int) -> None:
+        self.total.refused += number
+        key = budget, reason
+        self.refused[key] = self.refused.get(key, 0) + number
+        if day >= self._first:
+            self._day(day).refused += number
+        # Of what else a refusal was only a sample is kept. Before days were counted there is none.
+        if self._by == "tenant":
+            self._group(budget).refused += number
+        elif self._by == "stage" and stage:
+            self._group(stage).refused += number
+        elif self._by == "day" and day:
+            self._group(day_name(day)).refused += number
+
+    def _group(self, name: str) -> Total:
+        return self.groups.setdefault(name, Total())
+
+    def _day(self, day: int) -> Total:
+        return self._days.setdefault(day, Total())
+
+
+def _fullest(balances: tuple[Balance, ...]) -> list[str]:
+    """Return the budgets whose days are told: of those with a limit first, and the fullest."""
+
+    def full(one: Balance) -> tuple[bool, float, int]:
+        taken = one.spent + one.reserved
+        return one.limit is not None, taken / one.limit if one.limit else 0.0, taken
+
+    return [one.budget for one in sorted(balances, key=full, reverse=True)[:PLOTTED]]
 
 
 def relays(store: Store, settings: Settings) -> tuple[RelaySeen, ...]:

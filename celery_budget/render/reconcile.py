@@ -24,6 +24,7 @@ def reconciliation_view(found: Reconciliation, repaired: Sequence[str] = ()) -> 
     parts: list[RenderableType] = [literal(f"repaired: {one}") for one in repaired]
     parts.append(verdict(found, found.requests))
     parts += [literal(f"  {one}") for one in found.remedies]
+    parts += [literal(f"note: {one}") for one in found.notes]
     if found.results is not None:
         count = len(found.unstored)
         said = f"results: {number(found.results)} looked up, {number(count)} not stored"

@@ -34,7 +34,7 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
-from celery_budget.core.retries import DEADLINE, Keep, Retries
+from celery_budget.core.retries import DEADLINE, MAX_ATTEMPTS, RETRY_WITHIN, Keep, Retries
 from celery_budget.store import deadlines, outbox, parked, plans, quarantine, reuse, untold, usage
 from celery_budget.store.continuations import (
     CANCELLED,
@@ -454,6 +454,7 @@ def end(
             row,
             "settled",
             charges,
+            reason=_spent(outcome.keep),
             unmetered=bool(fresh),
             of=of,
             goes_on=goes_on,
@@ -465,6 +466,11 @@ def end(
             cancel(connection, root, row.task_id)
         return Ended("settled", kept=kept)
     return Ended("waiting")
+
+
+def _spent(keep: Keep | None) -> str | None:
+    """Return why a request ends that has used up its attempts; its last error does not say so."""
+    return keep.reason if keep is not None and keep.reason in (MAX_ATTEMPTS, RETRY_WITHIN) else None
 
 
 def _end_cancelled(

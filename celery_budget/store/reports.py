@@ -10,7 +10,6 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import USED
 from celery_budget.store import journal as journals
-from celery_budget.store.continuations import GIVEN_UP
 from celery_budget.store.schema import (
     adjustments,
     attempts,
@@ -23,15 +22,12 @@ from celery_budget.store.schema import (
     now_us,
     outbox,
     parked,
-    refusals,
     reservations,
     untold,
     usage,
 )
 
 __all__ = [
-    "by_lane",
-    "counts",
     "find_parked",
     "find_reservations",
     "mismatched_balances",
@@ -53,49 +49,6 @@ Rows = list[sa.Row[Any]]
 def total(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     """Return the exact sum of amounts; 0 of none."""
     return sa.func.coalesce(exact_sum(column), 0)
-
-
-def counts(connection: Connection, root: str) -> dict[str, int]:
-    """Return how many requests there are by what became of them."""
-    states = connection.execute(
-        sa.select(reservations.c.state, sa.func.count())
-        .where(reservations.c.root == root)
-        .group_by(reservations.c.state)
-    )
-    flags = connection.execute(
-        sa.select(
-            total(sa.cast(reservations.c.over, sa.Integer)).label("over"),
-            total(sa.cast(reservations.c.unmetered, sa.Integer)).label("unmetered"),
-            total(sa.cast(reservations.c.unreserved, sa.Integer)).label("unreserved"),
-        ).where(reservations.c.root == root)
-    ).one()
-    found = {f"state_{state}": int(count) for state, count in states}
-    found["given_up"] = connection.execute(
-        sa.select(sa.func.count())
-        .select_from(reservations)
-        .where(
-            reservations.c.root == root,
-            reservations.c.state == "released",
-            reservations.c.reason == GIVEN_UP,
-        )
-    ).scalar_one()
-    found.update({name: int(count) for name, count in flags._mapping.items()})
-    refused = sa.select(total(refusals.c.count)).where(refusals.c.root == root)
-    found["refused"] = int(connection.execute(refused).scalar_one())
-    waiting = sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
-    found["parked"] = connection.execute(waiting).scalar_one()
-    return found
-
-
-def by_lane(connection: Connection, root: str) -> dict[str, int]:
-    """Return how many requests were admitted in each lane, by name; none of those without one."""
-    rows = connection.execute(
-        sa.select(reservations.c.lane, sa.func.count())
-        .where(reservations.c.root == root, reservations.c.lane.is_not(None))
-        .group_by(reservations.c.lane)
-        .order_by(reservations.c.lane)
-    )
-    return {lane: int(count) for lane, count in rows}
 
 
 def same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:

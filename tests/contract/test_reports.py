@@ -29,7 +29,7 @@ def test_a_report_counts_everything_once(funded: Ledger) -> None:
     wanted = {
         "admitted": 5, "refused": 1, "parked": 1, "given_up": 0, "planned": 0, "reserved": 1,
         "published": 0, "running": 0, "waiting": 0, "settled": 3, "released": 1, "lost": 0,
-        "over": 1, "unmetered": 1, "unreserved": 0,
+        "cancelled": 1, "expired": 0, "over": 1, "unmetered": 1, "unreserved": 0,
     }  # fmt: skip
     assert report.counts == wanted
     [balance] = report.balances

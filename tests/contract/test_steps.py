@@ -16,7 +16,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.reconcile.brokers import Load
 from celery_budget.reconcile.kinds import STEPS, at
 from celery_budget.relay import Rejected, Unpublishable
-from celery_budget.store import dispatching, lanes, pending
+from celery_budget.store import dispatching, lanes, pending, tallies
 from tests.contract.sleepers import announced
 from tests.contract.support import RETRIED, RETURNED, Ledger
 from tests.contract.test_inquiries import lost
@@ -455,18 +455,34 @@ def test_a_count_from_a_time_to_come_is_told_and_made_anew(funded: Ledger) -> No
     to_come = funded.now() + HOUR_US
     funded.put("backlog", {"messages": 10**6, "counted_us": to_come})
     funded.put("lane_tallies", {"jobs": 10**6, "counted_us": to_come})
-    assert look(funded).mismatches == tuple(
-        f"the count of what waits of {whose} is from {at(to_come)}, which is to come"
-        for whose in ("the outbox", "lane 'llm'")
+    names = ("the outbox", "lane 'llm'")
+    found = look(funded)
+    assert found.ok, "no money hangs on it"
+    assert [note.partition(", and believed")[0] for note in found.notes] == [
+        f"the count of what waits of {whose} is from {at(to_come)}" for whose in names
+    ]
+    assert reconcile.repair(funded.store, funded.settings) == tuple(
+        f"the count of what waits of {whose} is made anew by the next admission" for whose in names
     )
-    repaired = reconcile.repair(funded.store, funded.settings)
-    assert repaired == tuple(
-        f"the count of what waits of {whose} is made anew by the next admission"
-        for whose in ("the outbox", "lane 'llm'")
-    )
-    assert look(funded).ok
+    assert look(funded).notes == ()
     funded.reserve()
     assert funded.rows("backlog")[0].messages < 10**6
+
+
+def test_tallies_that_are_wrong_are_told_and_made_anew(funded: Ledger) -> None:
+    ended(funded)
+    assert funded.store.run(tallies.roll, funded.root, 10, 0) == 1
+    right = funded.rows("tallies")
+    funded.put("tallies", {"requests": 7}, tally_id=right[0].tally_id)
+    found = look(funded)
+    [said] = found.mismatches
+    assert said.startswith("1 tally of 20")
+    assert said.endswith("is not what its requests add up to")
+    [repaired] = reconcile.repair(funded.store, funded.settings)
+    assert repaired.startswith("1 tally of 20")
+    assert repaired.endswith("made anew from its requests")
+    assert look(funded).ok
+    assert funded.rows("tallies") == right
 
 
 def test_a_request_whose_only_message_waits_for_an_attempt_that_has_ended_is_told(

@@ -23,7 +23,16 @@ RELEASE = "0003"
 SINCE = {
     "usage": {"details", "assumed"},
     "lines": {"earlier"},
-    "reservations": {"prices", "cancelled_us", "lane", "deadline_us", "shadows"},
+    "reservations": {
+        "prices",
+        "cancelled_us",
+        "lane",
+        "deadline_us",
+        "shadows",
+        "due_us",
+        "admitted",
+        "tallied",
+    },
     "outbox": {"lane", "tenant", "weight"},
     "parked": {"budget", "reason", "amount", "turn", "ahead_us", "window_us"},
     "quarantine": {"attempts", "used"},
