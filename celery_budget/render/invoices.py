@@ -40,12 +40,13 @@ def _verdict(found: Comparison) -> Text:
         return Text(f"the export ({found.shape}) has no days: there is nothing to compare", _BAD)
     days = f"{found.first.isoformat()} to {found.last.isoformat()} ({found.shape}{whose})"
     if found.ok:
-        return literal(f"export and ledger say the same, {days}: {number(found.same)} pairs", _GOOD)
-    count = len(found.differences)
-    pairs = "1 day and model" if count == 1 else f"{number(count)} days and models"
-    return literal(
-        f"export and ledger differ in {pairs}, {days}; {number(found.same)} are the same", _BAD
-    )
+        return literal(f"export and ledger say the same of {_pairs(found.same)}, {days}", _GOOD)
+    differ = f"export and ledger differ in {_pairs(len(found.differences))}, {days}"
+    return literal(f"{differ}; {number(found.same)} are the same", _BAD)
+
+
+def _pairs(count: int) -> str:
+    return "1 day and model" if count == 1 else f"{number(count)} days and models"
 
 
 def _rows(one: Difference) -> Iterator[list[Text | str]]:
