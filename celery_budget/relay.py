@@ -8,7 +8,6 @@ leads to.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from celery_budget.core.backoff import backoff_seconds
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.dispatcher import Dispatcher
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, claims, quarantine
 from celery_budget.store.claims import Due
@@ -37,7 +37,7 @@ __all__ = [
     "run_once",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Between two tries to publish a message that was refused.
 FIRST_WAIT_SECONDS = 0.5
@@ -274,8 +274,7 @@ class Relay:
 
     def _wait_for_broker(self, fence: uuid.UUID, due: Due, down: BrokerDown) -> None:
         """Leave the rest of the batch alone; see :class:`BrokerDown`."""
-        name = repr(due.message.broker) if due.message.broker else "of the application"
-        logger.warning("the broker %s cannot be reached: %s", name, down.error)
+        logger.event("broker.down", broker=due.message.broker, error=down.error)
         with self._lock:
             self._trouble = down.error
             if not down.sent:
@@ -290,7 +289,15 @@ class Relay:
 
     def _postpone(self, fence: uuid.UUID, due: Due, error: str) -> None:
         """Have a message that failed tried again later; what follows it by its key waits for it."""
-        logger.warning("%s is tried again later: %s", _named(due), error)
+        logger.event(
+            "message.postponed",
+            task=due.message.task_name,
+            task_id=due.message.task_id,
+            broker=due.message.broker,
+            queue=due.message.queue,
+            failures=due.failures,
+            error=error,
+        )
         self._reschedule(fence, due, error, due.failures + 1, failed=True)
         key = due.message.order_key
         if key is None:
@@ -326,7 +333,15 @@ class Relay:
             quarantine.isolate, self._settings.root, fence, due, reason, error
         )
         if isolated:
-            logger.error("%s is in quarantine, %s: %s", _named(due), reason, error)
+            logger.event(
+                "message.quarantined",
+                task=due.message.task_name,
+                task_id=due.message.task_id,
+                broker=due.message.broker,
+                queue=due.message.queue,
+                reason=reason,
+                error=error,
+            )
             self._tell(due.message.task_id)
         return isolated
 
@@ -404,5 +419,5 @@ def run(relay: Relay, settings: Settings, sleeper: Sleeper, stop: threading.Even
             failures = 0
         except Exception:
             failures += 1
-            logger.exception("the relay could not work through the outbox")
+            logger.exception("step.failed", step="a pass through the outbox")
             stop.wait(backoff_seconds(failures, settings.poll_seconds, LONGEST_OUTAGE_SECONDS))

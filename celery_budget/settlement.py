@@ -5,7 +5,6 @@ A fault of the store never becomes a task's failure: claim, usage and settlement
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -48,6 +47,7 @@ from celery_budget.errors import (
     ReservationExhausted,
     StoreError,
 )
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.spool import Ended as EndedEntry
 from celery_budget.spool import Entry, Held, Patience, Spool
@@ -97,7 +97,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 MAX_KEY_LENGTH = 255
 
@@ -159,11 +159,8 @@ def _until(claimed: Claimed | Replay) -> float | None:
 def _alarm(kept: bool | None, reservation_id: uuid.UUID, settings: Settings) -> None:
     """Say that a request which failed for good is not kept in quarantine, if so."""
     if kept is False:
-        logger.error(
-            "quarantine is full (budget_max_quarantine is %d): reservation %s has failed for good "
-            "and is not kept; see 'celery -A PROJ budget quarantine list', and requeue or discard",
-            settings.max_quarantine,
-            reservation_id,
+        logger.event(
+            "quarantine.full", bound=settings.max_quarantine, reservation_id=reservation_id
         )
 
 
@@ -594,7 +591,9 @@ class Attempt:
                     self._tell(entries, usage.record, *self._unsure[0])
                 except (PolicyError, InvalidAmount) as error:
                     # What it would have been told at once, had it not been interrupted.
-                    logger.warning("usage that was not recorded: %s", error)
+                    logger.event(
+                        "usage.unrecorded", error=error, reservation_id=self.reservation_id
+                    )
                 del self._unsure[0], entries[0]
             ended = self._tell(entries, end, *self._key, outcome)
         except _Stopped:
@@ -790,11 +789,8 @@ def replay(store: Store, settings: Settings, entry: Entry) -> None:
         key = (entry.root, entry.reservation_id, entry.attempt, entry.claim_id)
         ended = store.run(attempts.end, *key, entry.outcome)
         if isinstance(ended, Closed):
-            logger.warning(
-                "attempt %s of reservation %s had lost its claim when its outcome arrived; that is "
-                "refused",
-                entry.attempt,
-                entry.reservation_id,
+            logger.event(
+                "attempt.claim_lost", attempt=entry.attempt, reservation_id=entry.reservation_id
             )
             return
         _alarm(ended.kept, entry.reservation_id, settings)

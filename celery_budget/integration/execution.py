@@ -6,7 +6,6 @@ that can still decide what becomes of the task.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +35,7 @@ from celery_budget.core.reservations import (
     StoredOutcome,
 )
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.integration import eager
 from celery_budget.integration.chords import wait_for_body
 from celery_budget.integration.context import (
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 __all__ = ["execute", "guarded", "say_started"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 def execute(
@@ -139,28 +139,20 @@ def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
     if attempt.cut_short and outcome.kind in ("raised", "rejected"):
         # Not for a reason of its own.
         undisturbed(attempt.leave)
-        logger.warning(
-            "attempt %s of reservation %s waited for the ledger, and the worker stops; recovery "
-            "will bring it on",
-            attempt.number,
-            attempt.reservation_id,
-        )
+        logger.event("attempt.left", attempt=attempt.number, reservation_id=attempt.reservation_id)
         raise Ignore("the worker stops")
     ended = undisturbed(attempt.end, outcome)
     if attempt.spooled:
-        logger.warning(
-            "attempt %s of reservation %s has ended as %s, and the worker stops; that is in the "
-            "spool, for the next one",
-            attempt.number,
-            attempt.reservation_id,
-            outcome.kind,
+        logger.event(
+            "attempt.spooled",
+            attempt=attempt.number,
+            reservation_id=attempt.reservation_id,
+            outcome=outcome.kind,
         )
         raise Ignore("the worker stops, and the outcome is in its spool")
     if not ended:
-        logger.warning(
-            "attempt %s of reservation %s lost its claim while it ran; its outcome is refused",
-            attempt.number,
-            attempt.reservation_id,
+        logger.event(
+            "attempt.claim_lost", attempt=attempt.number, reservation_id=attempt.reservation_id
         )
         raise Ignore("the attempt lost its claim")
 
@@ -198,9 +190,7 @@ def _claim(
     except StoreError as error:
         if not stopping.is_set():
             raise
-        logger.warning(
-            "task %s[%s] is given back, as the worker stops: %s", task.name, task.request.id, error
-        )
+        logger.event("delivery.given_back", task_id=task.request.id)
         if task.acks_late:
             raise Reject("the worker stops", requeue=True) from error
         keep_unstarted(budget, task.request)
@@ -275,7 +265,7 @@ def _only_attempt(
         and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id, stopping)
     ):
         _tell_chord(task, "cancelled, or past its deadline")
-    logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
+    logger.event("delivery.idle", task=task.name, task_id=task.request.id, reason=why)
     raise Ignore(f"the request {why}")
 
 
@@ -304,9 +294,7 @@ def _admit_delivered(
     admitted = delivered.admitted
     if isinstance(admitted, (Reserved, AlreadyReserved)):
         return admitted.reservation_id
-    logger.warning(
-        "task %s[%s] came without a reservation and waits for budget", task.name, request.id
-    )
+    logger.event("delivery.unreserved", task=task.name, task_id=request.id)
     raise Ignore("the request waits for budget")
 
 
@@ -373,7 +361,7 @@ def say_started(request: Any) -> None:
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        logger.warning("it could not be stored that task %s started", request.id, exc_info=True)
+        logger.exception("result.start_unstored", task_id=request.id)
 
 
 def _stands_for(stored: BaseException, error: BaseException | None) -> bool:
@@ -435,7 +423,7 @@ class AttemptBackend:
             and not _stands_for(exc, attempt.error)
             and not isinstance(exc, EncodeError)
         ):
-            logger.warning("the outcome of task %s could not be stored: %r", task_id, exc)
+            logger.event("outcome.unstored", task_id=task_id, exc_info=exc)
             raise Ignore("the outcome is given again")
         self._wait_for_body(attempt, request)
         return self._backend.mark_as_failure(task_id, exc, *args, request=request, **kwargs)
@@ -469,5 +457,5 @@ class AttemptBackend:
             except StoreError:
                 if not attempt.cut_short:
                     raise
-                logger.warning("it is not known whether task %s was cancelled", task_id)
+                logger.event("result.cancel_unknown", task_id=task_id)
         return stored

@@ -7,7 +7,6 @@ task messages of any origin. A signal would not do: Celery logs what a receiver 
 from __future__ import annotations
 
 import hashlib
-import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from celery_budget.errors import (
     StoreError,
     UnsupportedPublication,
 )
+from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
 from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Gate", "with_request_id"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class Gate:
@@ -519,7 +519,7 @@ class _Sink:
             try:
                 admission.enqueue(self._budget.store, self._budget.settings, wire)
             except StoreError:
-                logger.warning("the task-sent event could not be stored", exc_info=True)
+                logger.exception("message.event_lost")
 
 
 def _within(made_of: Any, digest: str) -> str:

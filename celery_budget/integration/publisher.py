@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from kombu.transport import virtual
 from celery_budget.core.deadlines import moment
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
+from celery_budget.events import Logger
 from celery_budget.integration.capture import (
     DELAY_BITS,
     DELAYED_EXCHANGE,
@@ -32,7 +32,7 @@ from celery_budget.relay import PUBLISHING, BrokerDown, Rejected, Unpublishable
 
 __all__ = ["KombuPublisher"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How long a broker may take for an answer, unless messages are held for a shorter time.
 ANSWER_SECONDS = 10.0
@@ -190,7 +190,7 @@ class _Link:
                 self._listen(self._connection)
             except Exception:
                 # It went away since, with nothing of ours on its way.
-                logger.info("the broker has ended the connection", exc_info=True)
+                logger.exception("broker.disconnected")
                 self.close(gently=False)
         try:
             connection = self._connection or self._connect()
@@ -248,7 +248,7 @@ class _Link:
             if not self._blocked:
                 raise
         except connection.channel_errors:
-            logger.debug("the default exchange is not for this user", exc_info=True)
+            logger.exception("broker.no_default_exchange")
         else:
             self._producer = self._produce(channel)
 
@@ -259,11 +259,11 @@ class _Link:
                 connection.drain_events(timeout=0)
 
     def _on_blocked(self, reason: str) -> None:
-        logger.warning("the broker takes no messages: %s", reason)
+        logger.event("broker.blocked", reason=reason)
         self._blocked = True
 
     def _on_unblocked(self) -> None:
-        logger.info("the broker takes messages again")
+        logger.event("broker.unblocked")
         self._blocked = False
 
     def _refused(
