@@ -119,7 +119,7 @@ EVENTS = _events(
         f"{_TASK} is refused: %(reason)s (%(requested)s %(unit)s of budget %(name)r)",
         ("stage", "available", "limit"),
     ),
-    Event("request.turned_away", _I, f"{_TASK} is turned away: %(error_type)s", ("stage",)),
+    Event("request.turned_away", _I, f"{_TASK} is turned away: %(reason)s", ("stage",)),
     Event("request.parked", _I, f"{_TASK} waits for budget", ("parked_id", "stage", "estimated")),
     Event(
         "request.unparked",
@@ -354,6 +354,7 @@ class Logger:
     def event(self, name: str, /, *, exc_info: Any = None, **fields: Any) -> None:
         """Log an event with its fields; nothing is made of them where its level is off.
 
+        :param fields: their values; a function is called for it where its level is on.
         :param exc_info: as :meth:`logging.Logger.log` has it.
         :raises KeyError: where the list has no such event.
         """
@@ -380,6 +381,8 @@ class Logger:
 
 def _told(value: Any) -> Any:
     """Return a value as it stands in a record: what is no number, text or mapping is its text."""
+    if callable(value):
+        value = value()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -131,7 +131,9 @@ def _admit(store: Store, settings: Settings, queue: queues.Queue) -> int:
                 logger.exception("parked.failed", parked_id=parked_id, error_type=kind)
             store.run(parked.put_off, settings.root, parked_id, PUT_OFF_US)
             continue
-        admitted += tried is True
+        if tried is True:
+            admitted += 1
+            logger.event("request.unparked", parked_id=parked_id, name=queue.budget)
         if not isinstance(tried, Refused) and not tried:
             # Another sweep is at it.
             return admitted

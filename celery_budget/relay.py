@@ -267,10 +267,18 @@ class Relay:
                 self._postpone(fence, due, str(error))
         else:
             steps["published"] += 1
+            logger.event(
+                "message.published",
+                task=message.task_name,
+                task_id=message.task_id,
+                broker=message.broker,
+                queue=message.queue,
+            )
             self._unanswered.pop(due.outbox_id, None)
             with self._lock:
                 self._published.append(due)
-        rest.end()
+        if rest.end():
+            logger.event("broker.up", broker=message.broker)
 
     def _wait_for_broker(self, fence: uuid.UUID, due: Due, down: BrokerDown) -> None:
         """Leave the rest of the batch alone; see :class:`BrokerDown`."""
@@ -349,6 +357,12 @@ class Relay:
         """End a message whose time is over; return whether it has ended now."""
         expired = self._store.run(claims.expire, self._settings.root, fence, due)
         if expired:
+            logger.event(
+                "request.released",
+                task_id=due.message.task_id,
+                state="released",
+                reason="expired",
+            )
             self._tell(due.message.task_id)
         return expired
 
@@ -383,9 +397,11 @@ class _Rest:
         wait = backoff_seconds(self.failures, first, longest)
         self.until = time.monotonic() + wait
 
-    def end(self) -> None:
-        """It answers."""
+    def end(self) -> bool:
+        """It answers; return whether it did not before."""
+        ended = self.failures > 0
         self.failures, self.until = 0, 0.0
+        return ended
 
 
 def _named(due: Due) -> str:

@@ -88,6 +88,7 @@ class Settings:
         by that package's names, in dollars.
     :ivar drift_ceilings: up to which ratio of actual to estimated an estimator is good enough, by
         stage; ``*`` for all others. Above it reports advise to mend the estimator.
+    :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -118,6 +119,7 @@ class Settings:
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
+    tracing: bool = True
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -257,6 +259,10 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         if isinstance(value, str) and (value or name == "listen_url"):
             return value
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give True or False")
     if name == "brokers":
         return _brokers(value)
     if name == "prices":

@@ -7,6 +7,7 @@ that can still decide what becomes of the task.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from celery.utils.serialization import get_pickleable_exception
 from kombu.exceptions import EncodeError
 from kombu.utils.json import loads
 
-from celery_budget import admission, settlement, telling
+from celery_budget import admission, settlement, telling, tracing, watching
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
     AlreadyReserved,
@@ -64,6 +65,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
 from celery_budget.integration.spooling import keep_unstarted, stopping
 from celery_budget.integration.unclaimed import may_fail
+from celery_budget.tracing import Span
 
 if TYPE_CHECKING:
     import uuid
@@ -89,13 +91,58 @@ def execute(
     if request.is_eager:
         return eager.run(task, body, args, kwargs)
     budget = installed_on(task.app)
+    began = time.time_ns()
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
+    span = undisturbed(
+        partial(
+            tracing.of(budget.settings).span,
+            "budget.run",
+            "consumer",
+            parent=vars(request),
+            start_ns=began,
+            expected=(Ignore, Reject, Retry),
+        )
+    )
+    if not span.recording:
+        return _run(task, body, args, kwargs, attempt)
+    with _Run(span, attempt):
+        of = (attempt.reservation_id, attempt.number, task.name, request.id)
+        undisturbed(watching.run, span, *of)
+        return _run(task, body, args, kwargs, attempt)
+
+
+class _Run:
+    """The span of an attempt's run, which no soft time limit leaves half told."""
+
+    def __init__(self, span: Span, attempt: settlement.Attempt) -> None:
+        self._span = span
+        self._attempt = attempt
+
+    def __enter__(self) -> None:
+        undisturbed(self._span.__enter__)
+        self._attempt.span = self._span
+        self._attempt.trace = undisturbed(self._span.carrier)
+
+    def __exit__(self, *error: Any) -> None:
+        undisturbed(self._span.__exit__, *error)
+
+
+def _run(
+    task: Any,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    attempt: settlement.Attempt,
+) -> Any:
+    """Run a task's ``body`` as its attempt, or give its outcome again."""
+    budget, request = installed_on(task.app), task.request
     if getattr(request, TOLD, None):
         # Its chord has been told that it failed.
         request.chord = None
     if attempt.replay is not None:
         attempt.called = attempt.settled = True
+        undisturbed(partial(attempt.span.set, outcome="replayed"))
         return _replay(task, attempt, attempt.replay)
     attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
     retries = task.budget_retries(args, kwargs)
@@ -136,6 +183,7 @@ def execute(
 def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
     undisturbed(attempt.finish_streams)
     attempt.called = True
+    undisturbed(partial(attempt.span.set, outcome=outcome.kind))
     if attempt.cut_short and outcome.kind in ("raised", "rejected"):
         # Not for a reason of its own.
         undisturbed(attempt.leave)

@@ -14,6 +14,7 @@ from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
+from celery_budget import tracing
 from celery_budget.core.deadlines import moment
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
@@ -26,9 +27,10 @@ from celery_budget.integration.capture import (
     read,
     undelayed,
 )
-from celery_budget.integration.context import installed_on
+from celery_budget.integration.context import HEADER, installed_on, parse_header
 from celery_budget.integration.filesystem import write_whole_files
 from celery_budget.relay import PUBLISHING, BrokerDown, Rejected, Unpublishable
+from celery_budget.tracing import Span
 
 __all__ = ["KombuPublisher"]
 
@@ -91,7 +93,12 @@ class KombuPublisher:
         except Exception as exc:
             said = f"its stored form cannot be read: {exc!r}"
             raise Unpublishable("undecodable", said) from exc
-        self._link(message.broker).publish(message, envelope)
+        traced = tracing.of(installed_on(self._app).settings)
+        with traced.span(
+            "budget.publish", "client", parent=envelope.headers, only_within=True
+        ) as span:
+            _describe(span, message, envelope)
+            self._link(message.broker).publish(message, envelope)
 
     def _link(self, name: str) -> _Link:
         link = self._links.get(name)
@@ -302,6 +309,24 @@ class _Link:
                 connection.release()
             else:
                 connection.collect(PROBE_SECONDS)
+
+
+def _describe(span: Span, message: WireMessage, envelope: Envelope) -> None:
+    if not span.recording:
+        return
+    span.set_named(
+        {
+            "messaging.system": "celery",
+            "messaging.operation.name": "send",
+            "messaging.operation.type": "send",
+            "messaging.destination.name": message.queue or None,
+            "messaging.message.id": message.task_id,
+            "messaging.message.body.size": len(message.body),
+            "celery.task_name": message.task_name,
+        }
+    )
+    found = parse_header(envelope.headers.get(HEADER))
+    span.set(reservation_id=None if found is None else str(found[1]), broker=message.broker or None)
 
 
 def _headers(app: Celery, message: WireMessage, envelope: Envelope) -> dict[str, Any]:
