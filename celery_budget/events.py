@@ -243,8 +243,7 @@ EVENTS = _events(
         "shadow.failed",
         _W,
         "shadow estimator %(shadow)s of %(task)s failed and is left out, now and wherever it does "
-        "so again: %(error_type)s",
-        ("error",),
+        "so again: %(error_type)s: %(error)s",
     ),
     Event(
         "shadow.slow",
@@ -278,7 +277,7 @@ EVENTS = _events(
     Event("chord.claimed", _I, "the body of chord %(group_id)s is claimed; waiting for its end"),
     # The relay, its periodic steps, lanes
     Event("relay.started", _I, "budget relay started on %(store)s"),
-    Event("relay.stopped", _I, "budget relay stopped"),
+    Event("relay.stopped", _I, "budget relay stopped on %(store)s"),
     Event(
         "relay.handed_back",
         _W,

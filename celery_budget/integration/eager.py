@@ -125,12 +125,6 @@ def apply(
     else:
         begun = _start(budget, request, terms.fallback)
     if isinstance(begun, AlreadyReserved):
-        logger.event(
-            "request.repeated",
-            task=task.name,
-            task_id=begun.task_id,
-            reservation_id=begun.reservation_id,
-        )
         return _repeated(budget, task, begun.task_id, options)
     options["task_id"] = begun.task_id
     with kept(budget, begun.attempt, begun.task_id), _running(begun):

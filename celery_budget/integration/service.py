@@ -75,6 +75,7 @@ class RelayService:
         running, self._running = self._running, None
         if running is not None:
             running.stop()
+            logger.event("relay.stopped", store=self._budget.store.url)
 
     @property
     def alive(self) -> bool:

@@ -50,13 +50,15 @@ class Watch:
         if name in self._told:
             return
         self._told.add(name)
+        # Our own errors say it all, but for what an estimator raised itself.
+        ours = isinstance(error, BudgetError) and not error.__cause__
         logger.event(
             "shadow.failed",
             shadow=name,
             task=task_name,
             error_type=type(error).__name__,
-            error=error if isinstance(error, BudgetError) else None,
-            exc_info=None if isinstance(error, BudgetError) and not error.__cause__ else error,
+            error=error if ours else "see the traceback",
+            exc_info=None if ours else error,
         )
 
 
