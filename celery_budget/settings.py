@@ -105,6 +105,7 @@ class Settings:
     :ivar metrics_seconds: for how long one reading of the ledger answers all scrapes.
     :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
         others are summed.
+    :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -140,6 +141,7 @@ class Settings:
     metrics_host: str = "127.0.0.1"
     metrics_seconds: float = 5.0
     metrics_labels: int = 200
+    tracing: bool = True
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -279,6 +281,10 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         if isinstance(value, str) and (value or name in OPTIONAL):
             return value
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give True or False")
     if name == "brokers":
         return _brokers(value)
     if name == "prices":

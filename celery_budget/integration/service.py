@@ -7,7 +7,6 @@ does not say who consumes a queue the relay.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from celery_budget import inquiry, metrics, parking, recovery, relay, tallying
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.publisher import KombuPublisher
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RelayService", "look_at_parked", "sweep"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How often it is looked whether a lane's workers are to be asked.
 PREFLIGHT_SECONDS = 0.25
@@ -70,10 +70,12 @@ class RelayService:
         try:
             self._budget.check()
         except StoreError as error:
-            logger.warning("%s; the relay starts and waits for it", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="the relay starts and waits for it"
+            )
         self._running = _Running(self._budget, *self._metrics)
         self._running.start()
-        logger.info("budget relay started on %s", self._budget.store.url)
+        logger.event("relay.started", store=self._budget.store.url)
 
     def stop(self) -> None:
         """Stop them within two seconds, whatever holds them up.
@@ -84,6 +86,7 @@ class RelayService:
         running, self._running = self._running, None
         if running is not None:
             running.stop()
+            logger.event("relay.stopped", store=self._budget.store.url)
 
     @property
     def alive(self) -> bool:
@@ -132,7 +135,7 @@ class _Running:
         end = time.monotonic() + FINISH_SECONDS
         self._relaying.join(FINISH_SECONDS)
         if self._relaying.is_alive():
-            logger.warning("the broker does not answer; what was not published is given back")
+            logger.event("relay.handed_back")
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
@@ -153,14 +156,20 @@ class _Running:
         try:
             self._relay.hand_back()
         except StoreError as error:
-            logger.warning("%s; what was not published is due again in a while", error)
+            logger.event(
+                "store.unreachable",
+                error=error,
+                consequence="what was not published is due again in a while",
+            )
         self._leave()
 
     def _leave(self) -> None:
         try:
             self._sleeper.close()
         except StoreError as error:
-            logger.warning("%s; the relay could not sign off", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="the relay could not sign off"
+            )
 
     def _run_sweep(self) -> None:
         budget = self._budget
@@ -183,7 +192,7 @@ class _Running:
                 if looked.waits:
                     wait = 0.0 if looked.more else min(wait, settings.poll_seconds)
             except Exception:
-                logger.exception("parked work could not be looked at; it is tried again")
+                logger.exception("step.failed", step="the look at parked work")
             self._stop.wait(wait)
 
     def _run_inquiries(self) -> None:
@@ -210,7 +219,7 @@ class _Running:
             try:
                 step()
             except Exception:
-                logger.exception("%s failed; it is tried again", what)
+                logger.exception("step.failed", step=what)
             self._stop.wait(every or self._budget.settings.sweep_seconds)
 
 
@@ -261,7 +270,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
             step()
         except Exception as error:
             if first is not None:
-                logger.exception("another step of the sweep failed; it is tried again")
+                logger.exception("step.failed", step="another step of the sweep")
             first = first or error
     if first is not None:
         raise first
