@@ -27,6 +27,8 @@ __all__ = [
     "InvalidName",
     "InvalidPeriod",
     "InvalidReply",
+    "InvalidReport",
+    "InvoiceError",
     "KeyConflict",
     "MissingExtra",
     "NotInstalled",
@@ -156,6 +158,24 @@ class InvalidReply(BudgetError, ValueError):
     """
 
 
+class InvoiceError(BudgetError, ValueError):
+    """A provider's export cannot be read. Nothing was compared.
+
+    :param name: of the file.
+    :param line: its number, from 1 on.
+    :param problem: what is wrong with it.
+    """
+
+    def __init__(self, name: str, line: int, problem: str) -> None:
+        super().__init__(name, line, problem)
+        self.name = name
+        self.line = line
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.name}, line {self.line}: {self.problem}"
+
+
 class InvalidPeriod(BudgetError, ValueError):
     """A period, its time zone or its anchor day is none that there is."""
 
@@ -165,6 +185,10 @@ class InvalidBudget(BudgetError, ValueError):
 
     Nothing was changed.
     """
+
+
+class InvalidReport(BudgetError, ValueError):
+    """What is asked of a report cannot be: a period without time, an unknown grouping."""
 
 
 class InvalidLane(BudgetError, ValueError):
@@ -520,7 +544,7 @@ class BudgetExceeded(BudgetError):
             f"{self.limit} {self.unit} available "
             f"({self.reserved} reserved, {self.spent} spent){stop} "
             f"and {self.requested} were requested; "
-            f"see 'celery -A PROJ budget show {shlex.quote(self.budget)}'"
+            f"see 'celery -A PROJ budget explain --budget {shlex.quote(self.budget)}'"
         )
 
 

@@ -38,7 +38,17 @@ IMPORTED = re.compile(r"[\w.]+[:.]\w[\w.]*")
 MOST = 1_000_000_000
 #: Locks are waited for within a statement, whose time-out PostgreSQL keeps in 31 bits; a statement
 #: names each message of a batch.
-MOST_OF = {"lock_seconds": 86_400, "batch_size": 10_000}
+MOST_OF = {
+    "lock_seconds": 86_400,
+    "batch_size": 10_000,
+    "metrics_port": 65_535,
+    "metrics_labels": 10_000,
+}
+#: Numbers that may be 0, which stands for none.
+OR_NONE = ("metrics_port",)
+
+#: Texts that may be empty, and then are none.
+OPTIONAL = ("listen_url", "dashboard_token")
 
 #: Which are switched off by 0.
 OFF = {
@@ -112,6 +122,14 @@ class Settings:
     :ivar alert_overdue_seconds: how long a message may be due and not published before that is one.
     :ivar alert_reconcile_seconds: how often it is proved that the ledger adds up.
     :ivar alert_call_seconds: how long ``on_alert`` may take before it counts as hanging.
+    :ivar dashboard_token: what opens ``budget dashboard``; none by default, which will do on a
+        loopback address alone.
+    :ivar metrics_port: where a relay serves its metrics; 0 for nowhere.
+    :ivar metrics_host: on which address it does.
+    :ivar metrics_seconds: for how long one reading of the ledger answers all scrapes.
+    :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
+        others are summed.
+    :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -151,6 +169,12 @@ class Settings:
     alert_overdue_seconds: float = 60.0
     alert_reconcile_seconds: float = 86_400.0
     alert_call_seconds: float = 30.0
+    dashboard_token: str = field(default="", repr=False)
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+    metrics_seconds: float = 5.0
+    metrics_labels: int = 200
+    tracing: bool = True
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -292,9 +316,13 @@ class Settings:
 def _convert(name: str, kind: str, value: Any) -> Any:
     """Return ``value`` as the field's type, numbers being above 0."""
     if kind == "str":
-        if isinstance(value, str) and (value or name == "listen_url"):
+        if isinstance(value, str) and (value or name in OPTIONAL):
             return value
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
+    if kind == "bool":
+        if isinstance(value, bool):
+            return value
+        raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give True or False")
     if name == "brokers":
         return _brokers(value)
     if name == "prices":
@@ -309,10 +337,12 @@ def _convert(name: str, kind: str, value: Any) -> Any:
     if number and value == 0 and name in OFF:
         return 0 if kind == "int" else 0.0
     most = MOST_OF.get(name, MOST)
+    if number and value == 0 and name in OR_NONE:
+        return 0
     if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
         raise ConfigurationError(
             f"{PREFIX}{name} is {value!r}; give {'an integer' if kind == 'int' else 'a number'} "
-            f"above 0, at most {most}"
+            f"above 0, at most {most}{', or 0 for none' if name in OR_NONE else ''}"
         )
     return int(value) if kind == "int" else float(value)
 

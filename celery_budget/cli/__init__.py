@@ -10,12 +10,16 @@ from celery_budget.cli import (
     alerts,
     cancel,
     check,
+    dashboard,
     declare,
+    explain,
     inspect,
     lane,
     parked,
     quarantine,
+    reconcile,
     relay,
+    report,
 )
 from celery_budget.cli.group import budget
 
@@ -25,10 +29,14 @@ __all__ = [
     "budget",
     "cancel",
     "check",
+    "dashboard",
     "declare",
+    "explain",
     "inspect",
     "lane",
     "parked",
     "quarantine",
+    "reconcile",
     "relay",
+    "report",
 ]

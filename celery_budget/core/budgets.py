@@ -22,6 +22,7 @@ __all__ = [
     "MOST_WEIGHT",
     "NONE",
     "TOP",
+    "WILDCARD",
     "Balance",
     "Budget",
     "Limit",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from celery import Celery
@@ -14,8 +16,19 @@ from celery_budget import reconcile as shown
 from celery_budget.core.alerts import StandingAlert
 from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
-from celery_budget.errors import InvalidAmount, InvalidBudget, NotQuarantined
+from celery_budget.core.invoices import MOST_LINE
+from celery_budget.core.periods import zone_named
+from celery_budget.errors import (
+    InvalidAmount,
+    InvalidBudget,
+    InvalidReport,
+    InvoiceError,
+    NotQuarantined,
+)
 from celery_budget.integration.capture import arguments_of
+from celery_budget.integration.queues import KombuQueues
+from celery_budget.integration.results import BackendResults
+from celery_budget.reconcile.figures import GROUPINGS
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets
 
@@ -125,19 +138,48 @@ class Views:
         """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
         return shown.quarantine_is_full(self.store, self.settings)
 
-    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
-        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
+    def parked(self, limit: int = 100, budget: str | None = None) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first.
+
+        :param budget: only what waits for this one.
+        """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
-        return shown.parked(self.store, self.settings, limit)
+        return shown.parked(self.store, self.settings, limit, budget)
 
     def queued(self) -> tuple[shown.Queued, ...]:
         """Return for each budget that anything waits for how much, and for how long."""
         return shown.queued(self.store, self.settings)
 
-    def report(self) -> shown.Report:
-        """Return balances, counts, drift and whether the ledger adds up."""
-        return shown.report(self.store, self.settings)
+    def report(
+        self,
+        since: datetime | timedelta | None = None,
+        until: datetime | timedelta | None = None,
+        budget: str | None = None,
+        stage: str | None = None,
+        by: str | None = None,
+    ) -> shown.Report:
+        """Return the ledger at one look: balances, what became of requests, and what that took.
+
+        A request belongs to when it was admitted; all that becomes of it is counted there.
+
+        :param since: only requests that were admitted from then on: an instant with a time zone, or
+            a time before now.
+        :param until: and before then.
+        :param budget: only requests that draw on it.
+        :param stage: only requests of it.
+        :param by: group the figures as well, by ``tenant``, ``stage``, ``task``, ``day`` or
+            ``estimator``.
+        :raises InvalidReport: for a period without any time in it, or another grouping.
+        :raises InvalidBudget: for an instant without a time zone.
+        :raises UnknownBudget: where there is no such budget.
+        """
+        if by is not None and by not in GROUPINGS:
+            raise InvalidReport(f"by= is {by!r}; give one of {', '.join(GROUPINGS)}")
+        since_us, since_ago = _instant("since", since)
+        until_us, until_ago = _instant("until", until)
+        asked = shown.Asked(since_us, until_us, budget, stage)
+        return shown.report(self.store, self.settings, asked, by, (since_ago, until_ago))
 
     def alerts(self) -> tuple[StandingAlert, ...]:
         """Return the alerts that stand, the newest first; the relay gives them."""
@@ -161,28 +203,154 @@ class Views:
         :raises InvalidBudget: for an instant without a time zone.
         """
         share = checked_quantile(quantile)
-        since_us, lasting_us = _since(since)
+        since_us, lasting_us = _instant("since", since)
         return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
+
+    def overview(
+        self, containing: str = "", state: str | None = None, limit: int = 1000
+    ) -> shown.Overview:
+        """Return how budgets, lanes, what waits, and relays stand, all of it at one moment.
+
+        What is read is bounded by ``limit``: budgets by name, and of what is parked or in
+        quarantine a tenth of that.
+
+        :param containing: only what has this in its name or an id, in whatever case.
+        :param state: only budgets that are ``open``, ``draining`` or ``closed``.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of budgets is an integer from 1 on, not {limit!r}")
+        return shown.overview(self.store, self.settings, containing, state, limit)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""
         return shown.relays(self.store, self.settings)
 
-    def reconcile(self) -> shown.Reconciliation:
-        """Return whether the ledger adds up, and what does not."""
-        return shown.reconcile(self.store, self.settings)
+    def reconcile(
+        self, *, limit: int = 20, broker: bool = False, results: int = 0
+    ) -> shown.Reconciliation:
+        """Return whether the ledger adds up, what does not, and what of it is open.
+
+        :param limit: how much that lacks a step is told in words, of each kind.
+        :param broker: ask the brokers for the queues that published work went to. One that does not
+            answer within seconds is told as such.
+        :param results: look up in the result backend the results of so many requests that have
+            ended, those admitted last.
+        """
+        if type(limit) is not int or limit < 0:
+            raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}")
+        if type(results) is not int or results < 0:
+            raise InvalidAmount(f"results= is an integer from 0 on, not {results!r}")
+        queues = KombuQueues(self.app) if broker else None
+        try:
+            return shown.reconcile(
+                self.store,
+                self.settings,
+                limit=limit,
+                queues=queues,
+                stored=BackendResults(self.app),
+                results=results,
+            )
+        finally:
+            if queues is not None:
+                queues.close()
+
+    def compare_invoice(
+        self,
+        file: str | os.PathLike[str] | Iterable[str | bytes],
+        *,
+        columns: Mapping[str, str] | None = None,
+        timezone: str = "UTC",
+        provider: str | None = None,
+        models: Mapping[str, str] | None = None,
+        tolerance: float | Decimal | str = 0,
+    ) -> shown.Comparison:
+        """Compare a provider's own export of its usage or costs with the ledger, by day and model.
+
+        Compared is what usage was recorded from providers' replies; see ``docs/reconcile.md``.
+
+        :param file: its path, or an open file. It is read line by line.
+        :param columns: its headers by ``day``, ``model``, ``input``, ``cached``, ``output``,
+            ``cost`` and ``currency``, where they are not those of a known export; several are
+            joined by ``+``, and add up.
+        :param timezone: whose days count.
+        :param provider: only records of this provider, by the name that they have; ``any`` for all.
+            By default the one whose export it is, where that is known.
+        :param models: the ledger's names of models by those of the export, where they differ.
+        :param tolerance: up to how many per cent of the export a difference counts as none.
+        :raises InvoiceError: where the file cannot be read.
+        :raises InvalidPeriod: for an unknown time zone.
+        :raises InvalidAmount: for what is no tolerance.
+        """
+        zone, percent = zone_named(timezone), _percent(tolerance)
+
+        def compare(lines: Iterable[str | bytes], name: str) -> shown.Comparison:
+            return shown.compare_invoice(
+                self.store,
+                self.settings,
+                lines,
+                name=name,
+                zone=zone,
+                columns=columns,
+                provider=provider,
+                models=models,
+                tolerance=percent,
+            )
+
+        if not isinstance(file, (str, os.PathLike)):
+            return compare(file, str(getattr(file, "name", "the file")))
+        try:
+            with open(file, "rb") as opened:
+                # A line that has no end is not read into memory.
+                return compare(iter(lambda: opened.readline(MOST_LINE), b""), os.fspath(file))
+        except OSError as error:
+            raise InvoiceError(
+                os.fspath(file), 1, f"it cannot be read: {error.strerror}"
+            ) from error
 
     def explain(self, some_id: str) -> list[shown.Story]:
-        """Return the life of the requests with this task id, request id or reservation id."""
+        """Return the life of the requests that an id means, the oldest first.
+
+        That of a task, a request or a reservation; of a message of the outbox, of what is parked or
+        in quarantine.
+        """
         return shown.explain(self.store, self.settings, some_id)
 
+    def explain_budget(
+        self, name: str, limit: int = 20, amount: int | None = None
+    ) -> shown.BudgetStory:
+        """Return what a budget is spent on and held by, what will free it, what waits for it.
 
-def _since(since: Any) -> tuple[int | None, int | None]:
-    """Return since when, or for how long before now, in microseconds."""
-    if since is None or isinstance(since, timedelta):
-        return None, None if since is None else since // _MICROSECOND
-    if not isinstance(since, datetime) or since.utcoffset() is None:
+        :param limit: how many holds, and how many requests that wait, are listed: the largest
+            holds, and those whose turn is next. Counts are exact.
+        :param amount: tell as well what a new request of so much would meet.
+        :raises UnknownBudget: where there is no such budget.
+        :raises InvalidBudget: for a template.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of holds is an integer from 1 on, not {limit!r}")
+        return shown.explain_budget(self.store, self.settings, name, limit, amount)
+
+
+def _percent(value: float | Decimal | str) -> Decimal:
+    """Return a tolerance in per cent.
+
+    :raises InvalidAmount: for what is none.
+    """
+    try:
+        percent = Decimal(str(value))
+    except InvalidOperation:
+        percent = Decimal("NaN")
+    if not percent.is_finite() or not 0 <= percent <= 100:
+        raise InvalidAmount(f"a tolerance is a number of per cent from 0 to 100, not {value!r}")
+    return percent
+
+
+def _instant(name: str, given: Any) -> tuple[int | None, int | None]:
+    """Return when that is, or how long before now, in microseconds."""
+    if given is None or isinstance(given, timedelta):
+        return None, None if given is None else given // _MICROSECOND
+    if not isinstance(given, datetime) or given.utcoffset() is None:
         raise InvalidBudget(
-            f"since= is {since!r}; give a datetime with a time zone, or a timedelta before now"
+            f"{name}= is {given!r}; give a datetime with a time zone, or a timedelta before now"
         )
-    return max((since - _EPOCH) // _MICROSECOND, 0), None
+    return max((given - _EPOCH) // _MICROSECOND, 0), None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from celery_budget.core.estimates import quantile
-from celery_budget.settings import ANY_STAGE, Settings
+from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, estimates
 from celery_budget.store.windows import read_now
 
-__all__ = ["LAST", "Drift", "Suggestion", "drifts", "suggest"]
+__all__ = ["LAST", "Drift", "Suggestion", "suggest"]
 
 #: So many requests of a stage are looked at for a suggestion, the last ones.
 LAST = 1000
@@ -81,30 +80,6 @@ class Suggestion:
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return asdict(self)
-
-
-def drifts(connection: Connection, root: str, ceilings: Mapping[str, float]) -> tuple[Drift, ...]:
-    """Return the drift of each stage and estimator, that of a stage's shadows after its own.
-
-    :param ceilings: of stages, and of all others.
-    """
-    found = [
-        Drift(
-            row.stage,
-            row.estimator,
-            row.estimator_version,
-            int(row.requests),
-            int(row.estimated),
-            int(row.actual),
-            ceiling=ceilings.get(row.stage, ceilings.get(ANY_STAGE)),
-        )
-        for row in estimates.drift(connection, root)
-    ]
-    for row in estimates.shadow_drift(connection, root):
-        name, _, version = row.shadow.rpartition(":")
-        numbers = int(row.requests), int(row.estimated), int(row.actual)
-        found.append(Drift(row.stage, name, version, *numbers, shadow=True))
-    return tuple(sorted(found, key=lambda one: one.stage))
 
 
 def suggest(

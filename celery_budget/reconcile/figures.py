@@ -42,7 +42,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Amounts:
-    """What was promised and used of one budget, by requests that have ended.
+    """What was promised and used of one budget, by requests that ran and have ended.
 
     :ivar requests: how many of them drew on it.
     :ivar estimated: what was estimated of it.
@@ -84,8 +84,8 @@ class Group:
     :ivar key: which one: its name, the day (UTC) in ISO 8601, or ``name:version``.
     :ivar counts: as in a report, of what is counted by group.
     :ivar failures: see :data:`FAILURES`.
-    :ivar waits: from when a request was due to its first start.
-    :ivar runs: of its attempts, each by itself.
+    :ivar waits: of requests that have ended, from when each was due to its first start.
+    :ivar runs: of their attempts, each by itself.
     """
 
     key: str
@@ -102,9 +102,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Day(Group):
-    """The figures of one day, for plots over time.
+    """The figures of one day, for plots over time; amounts of some budgets, the fullest.
 
-    :ivar limits: the limits of the budgets that had one, as they are now.
+    :ivar limits: the limits of those that have one, as they are now.
     """
 
     limits: dict[str, int] = field(default_factory=dict)

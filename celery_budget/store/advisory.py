@@ -7,11 +7,11 @@ from collections.abc import Collection
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-__all__ = ["CANVASES", "ORDER_KEYS", "QUEUES", "lock", "try_lock"]
+__all__ = ["CANVASES", "ORDER_KEYS", "QUEUES", "TALLIES", "lock", "try_lock"]
 
 #: What is named: a character between root and name, so that no two kinds share a lock. That of
 #: order keys stands in the stored function that admits as well.
-ORDER_KEYS, CANVASES, QUEUES = 1, 2, 3
+ORDER_KEYS, CANVASES, QUEUES, TALLIES = 1, 2, 3, 4
 
 
 def lock(connection: Connection, root: str, kind: int, names: Collection[str]) -> None:

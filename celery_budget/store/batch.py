@@ -373,12 +373,14 @@ def _insert(
     first: dict[RequestKey, ReserveRequest] = {}
     states: dict[RequestKey, str] = {}
     queues: dict[RequestKey, str] = {}
+    due: dict[RequestKey, int] = {}
     for request, message in asked:
         first.setdefault(key_of(request), request)
         written = "planned" if message is None else "reserved"
         states.setdefault(key_of(request), written if delivered_us is None else "published")
         if message is not None:
             queues.setdefault(key_of(request), message.queue)
+            due.setdefault(key_of(request), message.due_us)
     fixed = {
         "attempts": 0,
         "deliveries": 0,
@@ -386,7 +388,14 @@ def _insert(
         "over": False,
     }
     rows = [
-        {**columns_of(first[key]), "state": states[key], "fed_queue": queues.get(key), **fixed}
+        {
+            **columns_of(first[key]),
+            "state": states[key],
+            "fed_queue": queues.get(key),
+            # None for at once, as where a worker has it already.
+            "due_us": (due.get(key) or None) if delivered_us is None else None,
+            **fixed,
+        }
         for key in sorted(first)
     ]
     seen = (

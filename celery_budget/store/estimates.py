@@ -1,91 +1,15 @@
-"""What estimators promised against what was used. Locks and changes nothing."""
+"""What was used, where it was measured, by which estimates are suggested. Locks nothing."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import USED
-from celery_budget.store.reports import Rows, same_reservation, total
+from celery_budget.store.reports import Rows
 from celery_budget.store.schema import IS_MEASURED, attempts, lines, reservations
 
-__all__ = ["drift", "measured", "shadow_drift", "stages"]
-
-
-def drift(connection: Connection, root: str) -> Rows:
-    """Return estimate against actual by stage and estimator, where the actual was measured.
-
-    That is of requests that succeeded and recorded what they used: a failure may have stopped
-    half-way, and what recorded nothing was charged the estimate itself. Of a request that draws on
-    several budgets the first it names counts.
-    """
-    return list(
-        connection.execute(
-            sa.select(
-                reservations.c.stage,
-                reservations.c.estimator,
-                reservations.c.estimator_version,
-                sa.func.count(sa.distinct(reservations.c.reservation_id)).label("requests"),
-                total(lines.c.estimate).label("estimated"),
-                total(lines.c.settled).label("actual"),
-            )
-            .join(lines, sa.and_(same_reservation(lines), lines.c.line == 0))
-            .join(
-                attempts,
-                sa.and_(same_reservation(attempts), attempts.c.attempt == reservations.c.attempts),
-            )
-            .where(
-                reservations.c.root == root,
-                reservations.c.state == "settled",
-                attempts.c.outcome == "returned",
-                ~reservations.c.unmetered,
-            )
-            .group_by(
-                reservations.c.stage, reservations.c.estimator, reservations.c.estimator_version
-            )
-            .order_by(reservations.c.stage, reservations.c.estimator)
-        )
-    )
-
-
-def shadow_drift(connection: Connection, root: str) -> Rows:
-    """Return what shadow estimators would have promised against the actual, by stage and shadow.
-
-    Of the requests of :func:`drift` that have an answer of it and ran once: that is what it was
-    asked for.
-    """
-    answers: Any
-    if connection.dialect.name == "postgresql":
-        answers = sa.func.json_each_text(sa.cast(reservations.c.shadows, sa.JSON))
-    else:
-        answers = sa.func.json_each(reservations.c.shadows)
-    shadow = answers.table_valued("key", "value").alias("shadow")
-    return list(
-        connection.execute(
-            sa.select(
-                reservations.c.stage,
-                shadow.c.key.label("shadow"),
-                sa.func.count().label("requests"),
-                total(sa.cast(shadow.c.value, sa.BigInteger)).label("estimated"),
-                total(lines.c.settled).label("actual"),
-            )
-            .select_from(reservations)
-            .join(lines, sa.and_(same_reservation(lines), lines.c.line == 0))
-            .join(attempts, sa.and_(same_reservation(attempts), attempts.c.attempt == 1))
-            .join(shadow, sa.true())
-            .where(
-                reservations.c.root == root,
-                reservations.c.shadows.is_not(None),
-                reservations.c.attempts == 1,
-                sa.text(IS_MEASURED),
-                attempts.c.outcome == "returned",
-            )
-            .group_by(reservations.c.stage, shadow.c.key)
-            .order_by(reservations.c.stage, shadow.c.key)
-        )
-    )
+__all__ = ["measured", "stages"]
 
 
 def stages(connection: Connection, root: str) -> list[str]:

@@ -26,6 +26,7 @@ from celery_budget.store.lapses import conclude as go_on
 from celery_budget.store.outbox import message_of
 from celery_budget.store.reservations import TAKING, lock
 from celery_budget.store.schema import attempts, instant, now_us, outbox, reservations
+from celery_budget.store.tallies import taken_out
 
 __all__ = ["Inquiry", "ask_again", "conclude", "due", "record_total", "take"]
 
@@ -164,13 +165,15 @@ def record_total(
         usage.unit_of(connection, root, reservation_id, unit): amount
         for unit, amount in amounts.items()
     }
-    if row is not None:
-        usage.take_back(connection, row, attempt, totals)
-    known = usage.recorded(connection, root, reservation_id, attempt)
-    for unit, total in totals.items():
-        if total > known.get(unit, -1):
-            missing = Used({unit: total - known.get(unit, 0)})
-            usage.record(connection, root, reservation_id, attempt, f"{key}:{total}", missing)
+    # Around all of it: the tallies are locked after the last balance.
+    with taken_out(connection, row):
+        if row is not None:
+            usage.take_back(connection, row, attempt, totals)
+        known = usage.recorded(connection, root, reservation_id, attempt)
+        for unit, total in totals.items():
+            if total > known.get(unit, -1):
+                missing = Used({unit: total - known.get(unit, 0)})
+                usage.record(connection, root, reservation_id, attempt, f"{key}:{total}", missing)
 
 
 def conclude(

@@ -56,6 +56,7 @@ def activate(
             opaque=request.opaque,
             parent_id=request.parent,
             retries=request.retries,
+            due_us=message.due_us or now_us(),
             lane=feeding(request.root, message.queue),
         )
     )

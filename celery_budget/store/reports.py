@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import sqlalchemy as sa
@@ -10,12 +9,10 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import USED
 from celery_budget.store import journal as journals
-from celery_budget.store.continuations import GIVEN_UP
 from celery_budget.store.schema import (
     adjustments,
     attempts,
     balances,
-    effects,
     exact_sum,
     instant,
     journal,
@@ -23,17 +20,12 @@ from celery_budget.store.schema import (
     now_us,
     outbox,
     parked,
-    refusals,
     reservations,
     untold,
     usage,
 )
 
 __all__ = [
-    "by_lane",
-    "counts",
-    "find_parked",
-    "find_reservations",
     "mismatched_balances",
     "mismatched_journals",
     "mismatched_lines",
@@ -42,7 +34,6 @@ __all__ = [
     "orphaned_lines",
     "overdue_us",
     "same_reservation",
-    "story",
     "total",
     "unreachable",
 ]
@@ -53,49 +44,6 @@ Rows = list[sa.Row[Any]]
 def total(column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
     """Return the exact sum of amounts; 0 of none."""
     return sa.func.coalesce(exact_sum(column), 0)
-
-
-def counts(connection: Connection, root: str) -> dict[str, int]:
-    """Return how many requests there are by what became of them."""
-    states = connection.execute(
-        sa.select(reservations.c.state, sa.func.count())
-        .where(reservations.c.root == root)
-        .group_by(reservations.c.state)
-    )
-    flags = connection.execute(
-        sa.select(
-            total(sa.cast(reservations.c.over, sa.Integer)).label("over"),
-            total(sa.cast(reservations.c.unmetered, sa.Integer)).label("unmetered"),
-            total(sa.cast(reservations.c.unreserved, sa.Integer)).label("unreserved"),
-        ).where(reservations.c.root == root)
-    ).one()
-    found = {f"state_{state}": int(count) for state, count in states}
-    found["given_up"] = connection.execute(
-        sa.select(sa.func.count())
-        .select_from(reservations)
-        .where(
-            reservations.c.root == root,
-            reservations.c.state == "released",
-            reservations.c.reason == GIVEN_UP,
-        )
-    ).scalar_one()
-    found.update({name: int(count) for name, count in flags._mapping.items()})
-    refused = sa.select(total(refusals.c.count)).where(refusals.c.root == root)
-    found["refused"] = int(connection.execute(refused).scalar_one())
-    waiting = sa.select(sa.func.count()).select_from(parked).where(parked.c.root == root)
-    found["parked"] = connection.execute(waiting).scalar_one()
-    return found
-
-
-def by_lane(connection: Connection, root: str) -> dict[str, int]:
-    """Return how many requests were admitted in each lane, by name; none of those without one."""
-    rows = connection.execute(
-        sa.select(reservations.c.lane, sa.func.count())
-        .where(reservations.c.root == root, reservations.c.lane.is_not(None))
-        .group_by(reservations.c.lane)
-        .order_by(reservations.c.lane)
-    )
-    return {lane: int(count) for lane, count in rows}
 
 
 def same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
@@ -299,13 +247,13 @@ def unreachable(connection: Connection, root: str) -> Rows:
     """Return open requests that nothing would ever bring to an end.
 
     One that runs has an open attempt; a planned step has one before it that has not come to its
-    end; any other has a message in the outbox or is parked.
+    end; any other has a message in the outbox that waits for no attempt, or is parked.
     """
 
     def has(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.exists().where(same_reservation(table), table.c.root == root, *where)
 
-    has_message, is_parked = has(outbox), has(parked)
+    has_message, is_parked = has(outbox, outbox.c.state != "blocked"), has(parked)
     is_attempted = has(attempts, attempts.c.lease_until_us.is_not(None))
     running, planned = reservations.c.state == "running", reservations.c.state == "planned"
     before = reservations.alias("before")
@@ -379,85 +327,3 @@ def overdue_us(connection: Connection, root: str) -> int:
         )
     ).scalar()
     return int(oldest or 0)
-
-
-def find_reservations(connection: Connection, root: str, some_id: str) -> Rows:
-    """Return the reservations with this task id, request id or reservation id, oldest first."""
-    conditions = [reservations.c.task_id == some_id, reservations.c.request_id == some_id]
-    reservation_id = _as_uuid(some_id)
-    if reservation_id is not None:
-        conditions.append(reservations.c.reservation_id == reservation_id)
-    return list(
-        connection.execute(
-            sa.select(reservations)
-            .where(reservations.c.root == root, sa.or_(*conditions))
-            .order_by(reservations.c.created_us, reservations.c.nesting)
-        )
-    )
-
-
-def _as_uuid(text: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        return None
-
-
-def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
-    """Return the parked work of this task id or request id."""
-    return list(
-        connection.execute(
-            sa.select(
-                parked.c.parked_id,
-                parked.c.owner,
-                parked.c.task_id,
-                parked.c.request_id,
-                parked.c.task_name,
-                parked.c.created_us,
-                parked.c.deadline_us,
-                parked.c.retries,
-                parked.c.budget,
-                parked.c.reason,
-                parked.c.amount,
-            ).where(
-                parked.c.root == root,
-                sa.or_(parked.c.task_id == some_id, parked.c.request_id == some_id),
-            )
-        )
-    )
-
-
-#: What tells nothing to people, or belongs to the store alone.
-_INTERNAL = (
-    "body",
-    "envelope",
-    "payload",
-    "root",
-    "stripe",
-    "claim_id",
-    "boot_id",
-    "taken_by",
-    "behind",
-)
-
-
-def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:
-    """Return everything that belongs to one reservation, by what it is."""
-
-    def rows(table: sa.Table, *order: str) -> Rows:
-        columns = [column for column in table.c if column.name not in _INTERNAL]
-        return list(
-            connection.execute(
-                sa.select(*columns)
-                .where(table.c.root == root, table.c.reservation_id == reservation_id)
-                .order_by(*(table.c[name] for name in order))
-            )
-        )
-
-    return {
-        "lines": rows(lines, "line"),
-        "messages": rows(outbox, "retries"),
-        "attempts": rows(attempts, "attempt"),
-        "usage": rows(usage, "recorded_us", "key"),
-        "effects": rows(effects, "created_us", "key"),
-    }

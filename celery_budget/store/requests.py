@@ -249,6 +249,7 @@ def note_given_up(connection: Connection, request: ReserveRequest, reason: str) 
         reservations,
         **columns_of(request),
         state="released",
+        admitted=False,
         reason=reason,
         attempts=0,
         deliveries=0,

@@ -18,6 +18,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    Numeric,
     PrimaryKeyConstraint,
     SmallInteger,
     String,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     false,
     select,
     text,
+    true,
 )
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
@@ -43,6 +45,7 @@ __all__ = [
     "IS_RELEASED",
     "IS_TEMPLATE",
     "IS_UNPUBLISHED",
+    "IS_UNTALLIED",
     "adjustments",
     "alert_looks",
     "alerts",
@@ -71,6 +74,7 @@ __all__ = [
     "reuse",
     "share_returns",
     "shares",
+    "tallies",
     "untold",
     "usage",
     "wide_sum",
@@ -154,6 +158,22 @@ def _wide_sum_sqlite(element: Any, compiler: Any, **kw: Any) -> str:
     return f"sum(({of}) >> 32) || ':' || sum(({of}) & 4294967295)"
 
 
+class Exact(TypeDecorator[int]):
+    """A whole number of any size, that :class:`exact_sum` adds up."""
+
+    impl = Text
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Any) -> Any:
+        return dialect.type_descriptor(Numeric() if dialect.name == "postgresql" else Text())
+
+    def process_bind_param(self, value: int | None, dialect: Any) -> Any:
+        return value if value is None or dialect.name == "postgresql" else str(value)
+
+    def process_result_value(self, value: Any, dialect: Any) -> int | None:
+        return None if value is None else int(value)
+
+
 def instant() -> Any:
     """One reading of the database's clock for a whole statement, by which an index can be searched.
 
@@ -185,6 +205,9 @@ IS_RELEASED = "lane IS NOT NULL AND state IN ('due', 'published')"
 
 #: Of which requests it was measured what they used.
 IS_MEASURED = "state = 'settled' AND NOT unmetered"
+
+#: Which have ended and are in no tally.
+IS_UNTALLIED = "ended_us IS NOT NULL AND NOT tallied"
 
 budgets = Table(
     "budget_budgets",
@@ -261,6 +284,13 @@ journal = Table(
     Column("reason", Text),
     PrimaryKeyConstraint(
         "root", "budget", "window_us", "stripe", "entry", name="pk_budget_journal"
+    ),
+    # What one request did to balances.
+    Index(
+        "ix_budget_journal_reservation",
+        "root",
+        "reservation_id",
+        **_when("reservation_id IS NOT NULL"),
     ),
 )
 
@@ -341,6 +371,17 @@ reservations = Table(
     Column("deadline_us", BigInteger),
     # What other versions of its estimator would have promised, by their versions, as JSON.
     Column("shadows", Text),
+    # When it last waited for budget, parked, from when to when, for which one, and why.
+    Column("parked_us", BigInteger),
+    Column("unparked_us", BigInteger),
+    Column("parked_budget", String(255)),
+    Column("parked_reason", String(16)),
+    # When its first message was due, where that was later than its admission.
+    Column("due_us", BigInteger),
+    # False for one that was given up while it was parked: it is only kept for its story.
+    Column("admitted", Boolean, nullable=False, server_default=true()),
+    # Whether what it adds is in the tallies. Whoever changes one that is takes it out before.
+    Column("tallied", Boolean, nullable=False, server_default=false()),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -357,6 +398,17 @@ reservations = Table(
     # What estimates are suggested by: the last of a stage.
     Index("ix_budget_reservations_measured", "root", "stage", "ended_us", **_when(IS_MEASURED)),
     Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
+    # What followed from one.
+    Index("ix_budget_reservations_parent", "root", "parent_id", **_when("parent_id IS NOT NULL")),
+    Index("ix_budget_reservations_untallied", "root", "ended_us", **_when(IS_UNTALLIED)),
+    # Which were admitted when; on PostgreSQL by ranges of pages, which costs an admission next to
+    # nothing.
+    Index(
+        "ix_budget_reservations_created",
+        "created_us",
+        postgresql_using="brin",
+        postgresql_with={"autosummarize": True, "pages_per_range": 32},
+    ),
 )
 
 lines = Table(
@@ -415,6 +467,13 @@ attempts = Table(
     Column("rerun", Boolean, nullable=False, server_default=false()),
     # Whether its task can tell, or undo, what a lost attempt has done.
     Column("inquires", Boolean, nullable=False, server_default=false()),
+    # The name of what its call raised, of a known length, for whoever asks.
+    Column("error", String(255)),
+    # Of the message that started it, as it was seen then: where it was published, how often, and
+    # when for the last time, where that was known already.
+    Column("queue", Text),
+    Column("publishes", Integer),
+    Column("published_us", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     Index(
         "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")
@@ -860,25 +919,58 @@ extensions = Table(
     CheckConstraint("amount >= 0", name="amount"),
 )
 
-# A fixed number of rows a budget and reason, each a count and the last refusal that fell to it: all
-# are counted, a sample is kept, and a storm neither grows the table nor waits for one row.
+# What requests that have ended add up to, see core.tallies.
+tallies = Table(
+    "budget_tallies",
+    metadata,
+    Column("root", String(255)),
+    # A digest of all that follows up to the amounts.
+    Column("tally_id", Uuid),
+    Column("budget", String(255), nullable=False),
+    Column("unit", String(255), nullable=False),
+    Column("owner", String(255), nullable=False),
+    Column("day", Integer, nullable=False),
+    Column("stage", Text, nullable=False),
+    Column("task_name", Text, nullable=False),
+    Column("estimator", Text, nullable=False),
+    Column("estimator_version", Text, nullable=False),
+    Column("lane", String(255), nullable=False),
+    Column("requests", BigInteger, nullable=False),
+    Column("estimated", Exact, nullable=False),
+    Column("charged", Exact, nullable=False),
+    Column("excess", Exact, nullable=False),
+    Column("exceeded", BigInteger, nullable=False),
+    # All others, as JSON.
+    Column("figures", Text, nullable=False),
+    PrimaryKeyConstraint("root", "tally_id", name="pk_budget_tallies"),
+    Index("ix_budget_tallies_day", "root", "budget", "owner", "day"),
+)
+
+# A fixed number of rows a day, budget, stage and reason, each a count and the last refusal that
+# fell to it: all are counted, a sample is kept, and a storm neither grows the table nor waits for
+# one row. Of a day that is over one row is left.
 refusals = Table(
     "budget_refusals",
     metadata,
     Column("root", String(255)),
+    # In days since the epoch, in UTC; 0 for what was counted before days were.
+    Column("day", Integer),
     Column("budget", String(255)),
+    Column("stage", Text),
     Column("reason", String(16)),
     Column("slot", SmallInteger),
     Column("count", BigInteger, nullable=False),
     Column("refusal_id", Uuid, nullable=False),
-    Column("stage", Text, nullable=False),
     Column("task_name", Text, nullable=False),
     Column("requested", BigInteger, nullable=False),
     Column("limit_amount", BigInteger),
     Column("reserved", BigInteger),
     Column("spent", BigInteger),
     Column("refused_us", BigInteger, nullable=False),
-    PrimaryKeyConstraint("root", "budget", "reason", "slot", name="pk_budget_refusals"),
+    PrimaryKeyConstraint(
+        "root", "day", "budget", "stage", "reason", "slot", name="pk_budget_refusals"
+    ),
+    Index("ix_budget_refusals_slots", "root", "day", **_when("slot > 0")),
 )
 
 alerts = Table(

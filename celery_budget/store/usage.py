@@ -40,6 +40,7 @@ from celery_budget.store.schema import (
     reservations,
     usage,
 )
+from celery_budget.store.tallies import taken_out
 
 __all__ = [
     "extend",
@@ -64,7 +65,8 @@ def record(
 
     Locks the reservation, which only its own attempts use. Balances are locked only where the
     total passes the hold (the excess is added to it at once, over the limit if need be, and
-    flagged) or where the reservation has ended (it is charged at once, as late).
+    flagged) or where the reservation has ended (it is charged at once, as late). What has ended and
+    is tallied is taken out of the tallies, which are locked last.
 
     A key stands for one record of each unit. An attempt with a reply that does not tell all it used
     is charged the greater of recorded and estimated, and flagged; when that reply tells it later,
@@ -119,17 +121,18 @@ def record(
     totals, earlier = _totals(metered, changes)
     if max(totals.values()) > MAX_AMOUNT:
         raise InvalidAmount(f"usage of {max(totals.values())} in one request cannot be counted")
-    write_lines(connection, root, reservation_id, {"used": totals, **earlier})
     exceeded = None
-    if ended:
-        over = _charge_late(connection, root, reservation_id, metered, changes, whose)
-    else:
-        holds = {line.line: max(line.reserved, totals[line.line]) for line in metered}
-        exceeded = next((line for line in metered if holds[line.line] > line.reserved), None)
-        over = exceeded is not None
-        set_holds(connection, root, metered, holds, "exceed")
-    told_now = changes.keys() > inserted
-    _flag(connection, row, over=over, unmetered=bool(incomplete), told=told_now)
+    with taken_out(connection, row):
+        write_lines(connection, root, reservation_id, {"used": totals, **earlier})
+        if ended:
+            over = _charge_late(connection, root, reservation_id, metered, changes, whose)
+        else:
+            holds = {line.line: max(line.reserved, totals[line.line]) for line in metered}
+            exceeded = next((line for line in metered if holds[line.line] > line.reserved), None)
+            over = exceeded is not None
+            set_holds(connection, root, metered, holds, "exceed")
+        told_now = changes.keys() > inserted
+        _flag(connection, row, over=over, unmetered=bool(incomplete), told=told_now)
     return Recorded(
         ended,
         over,

@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from celery_budget import BudgetExceeded
-from celery_budget.reconcile import Report
-from celery_budget.render.tables import report_view
+from celery_budget.reconcile import Reconciliation, Report
+from celery_budget.render.reports import report_view
 from celery_budget.render.text import as_text, literal
 
 HERE = Path(__file__).resolve().parent
@@ -318,8 +318,10 @@ def show_report(console: Console, report: Report) -> None:
     sys.stdout.flush()
 
 
-def check(report: Report, files: int, refused: int, actual: dict[str, int]) -> list[str]:
-    """Return what does not add up between the ledger and what was seen here."""
+def check(
+    report: Report, proved: Reconciliation, files: int, refused: int, actual: dict[str, int]
+) -> list[str]:
+    """Return what does not add up, in the ledger or between it and what was seen here."""
     balance = next(one for one in report.balances if one.budget == BUDGET)
     pairs = {
         "admitted": (report.counts["admitted"], len(actual)),
@@ -334,7 +336,7 @@ def check(report: Report, files: int, refused: int, actual: dict[str, int]) -> l
         for what, (found, expected) in pairs.items()
         if found != expected
     ]
-    return [*report.reconciliation.mismatches, *wrong]
+    return [*proved.mismatches, *wrong]
 
 
 def demo(console: Console, signals: Signals, texts: Sequence[Text]) -> None:
@@ -361,11 +363,11 @@ def demo(console: Console, signals: Signals, texts: Sequence[Text]) -> None:
             signals.check()
             with services(folder) as running:
                 actual = wait(console, signals, running, dispatched.results)
-            report = indexer.budget.report()
+            report, proved = indexer.budget.report(), indexer.budget.reconcile()
         finally:
             indexer.budget.store.dispose()
         show_report(console, report)
-        wrong = check(report, len(texts), dispatched.refused, actual)
+        wrong = check(report, proved, len(texts), dispatched.refused, actual)
         if wrong:
             raise Failed("it does not add up:\n" + "\n".join(f"- {one}" for one in wrong))
 

@@ -73,7 +73,7 @@ def test_what_is_in_quarantine_is_told(funded: Ledger) -> None:
     assert len(reconcile.quarantined(funded.store, funded.settings, 1)) == 1
     report = reconcile.report(funded.store, funded.settings)
     assert report.quarantine == {"unroutable": 2}
-    assert report.reconciliation.ok
+    assert reconcile.reconcile(funded.store, funded.settings).ok
     [story] = reconcile.explain(funded.store, funded.settings, first.task_id)
     assert story.reservation["state"] == "released"
     [known] = story.reservation["quarantine"]

@@ -23,12 +23,27 @@ RELEASE = "0003"
 SINCE = {
     "usage": {"details", "assumed"},
     "lines": {"earlier"},
-    "reservations": {"prices", "cancelled_us", "lane", "deadline_us", "shadows"},
+    "reservations": {
+        "prices",
+        "cancelled_us",
+        "lane",
+        "deadline_us",
+        "shadows",
+        "parked_us",
+        "unparked_us",
+        "parked_budget",
+        "parked_reason",
+        "due_us",
+        "admitted",
+        "tallied",
+    },
     "outbox": {"lane", "tenant", "weight"},
     "parked": {"budget", "reason", "amount", "turn", "ahead_us", "window_us"},
     "quarantine": {"attempts", "used"},
-    "attempts": {"pid", "suspected_us", "rerun", "inquires"},
-}
+    "attempts": {
+        "pid", "suspected_us", "rerun", "inquires", "error", "queue", "publishes", "published_us",
+    },
+}  # fmt: skip
 WITH_ROWS = (
     "reservations", "lines", "attempts", "usage", "outbox", "parked", "quarantine", "untold",
     "balances", "journal", "extensions",

@@ -80,7 +80,7 @@ def judge(
     admitted = [job for job in planned if job.number not in refused]
     report = cluster.budget.report()
     problems = [
-        *report.reconciliation.mismatches,
+        *cluster.budget.reconcile().mismatches,
         *_of_answers(admitted, clients),
         *ledger.of_ends(admitted, refused, planned),
         *ledger.of_effects(admitted),
