@@ -14,6 +14,7 @@ from celery_budget import errors
 from celery_budget.events import FIELDS
 from celery_budget.integration.context import HEADER
 from celery_budget.integration.fallbacks import LANE
+from celery_budget.integration.info import COMMAND
 from celery_budget.settings import PREFIX, Settings
 from celery_budget.store.migrate import VERSION_TABLE
 from celery_budget.store.schema import metadata
@@ -71,6 +72,7 @@ def test_every_name_with_our_prefix_exists(page: Path) -> None:
         HEADER,
         LANE,
         VERSION_TABLE,
+        COMMAND,
     }
     assert set(NAME.findall(page.read_text(encoding="utf-8"))) - known == set()
 
