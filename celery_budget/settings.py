@@ -111,6 +111,14 @@ class Settings:
         by that package's names, in dollars.
     :ivar drift_ceilings: up to which ratio of actual to estimated an estimator is good enough, by
         stage; ``*`` for all others. Above it reports advise to mend the estimator.
+    :ivar dashboard_token: what opens ``budget dashboard``; none by default, which will do on a
+        loopback address alone.
+    :ivar metrics_port: where a relay serves its metrics; 0 for nowhere.
+    :ivar metrics_host: on which address it does.
+    :ivar metrics_seconds: for how long one reading of the ledger answers all scrapes.
+    :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
+        others are summed.
+    :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
     :ivar on_alert: what is called with each alert: ``module:name``, or the callable itself; none
         to call nothing.
     :ivar alert_at: at which parts of its limit a budget gives an alert, unless it has its own.
@@ -122,14 +130,6 @@ class Settings:
     :ivar alert_overdue_seconds: how long a message may be due and not published before that is one.
     :ivar alert_reconcile_seconds: how often it is proved that the ledger adds up.
     :ivar alert_call_seconds: how long ``on_alert`` may take before it counts as hanging.
-    :ivar dashboard_token: what opens ``budget dashboard``; none by default, which will do on a
-        loopback address alone.
-    :ivar metrics_port: where a relay serves its metrics; 0 for nowhere.
-    :ivar metrics_host: on which address it does.
-    :ivar metrics_seconds: for how long one reading of the ledger answers all scrapes.
-    :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
-        others are summed.
-    :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -160,6 +160,12 @@ class Settings:
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
+    dashboard_token: str = field(default="", repr=False)
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+    metrics_seconds: float = 5.0
+    metrics_labels: int = 200
+    tracing: bool = True
     on_alert: Callable[..., Any] | str | None = None
     alert_at: tuple[float, ...] = (0.8, 0.95, 1.0)
     alert_seconds: float = 5.0
@@ -169,12 +175,6 @@ class Settings:
     alert_overdue_seconds: float = 60.0
     alert_reconcile_seconds: float = 86_400.0
     alert_call_seconds: float = 30.0
-    dashboard_token: str = field(default="", repr=False)
-    metrics_port: int = 0
-    metrics_host: str = "127.0.0.1"
-    metrics_seconds: float = 5.0
-    metrics_labels: int = 200
-    tracing: bool = True
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property

@@ -77,6 +77,6 @@ def _drifts(budget: CeleryBudget) -> list[Drifted]:
             one.ceiling,
             one.requests,
         )
-        for one in budget.report(since=LATELY).drift
+        for one in budget.report().drift
         if one.above and one.ratio is not None and one.ceiling is not None
     ]

@@ -213,12 +213,12 @@ class _Running:
         self._again_and_again("preflight", preflight.run_once, PREFLIGHT_SECONDS)
         workers.close()
 
-    def _run_alerts(self) -> None:
-        self._again_and_again("alerts", self._alerts.run_once, self._budget.settings.alert_seconds)
-
     def _run_metrics(self) -> None:
         if self._collector is not None:
             metrics.serve(*self._address, self._collector.exposition, self._stop)
+
+    def _run_alerts(self) -> None:
+        self._again_and_again("alerts", self._alerts.run_once, self._budget.settings.alert_seconds)
 
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None

@@ -33,6 +33,7 @@ def upgrade() -> None:
     _tell()
     _create_alerts()
     _upgrade_tallies()
+    _create_alerts()
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_7.sql")
@@ -42,6 +43,7 @@ def downgrade() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_6.sql")
+    _drop_alerts()
     _downgrade_tallies()
     _drop_alerts()
     _tell_no_more()
