@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["alerting_of", "on_alert_of"]
 
-#: Requests that ended within that time tell whether a stage drifts.
+#: Requests that were admitted within that time tell whether a stage drifts.
 LATELY = timedelta(days=7)
 
 
@@ -65,7 +65,7 @@ def alerting_of(budget: CeleryBudget) -> Alerting:
         budget.settings,
         tell,
         lambda: _drifts(budget),
-        lambda: len(budget.reconcile().mismatches),
+        lambda: len(budget.reconcile(limit=0).mismatches),
     )
 
 
@@ -77,6 +77,6 @@ def _drifts(budget: CeleryBudget) -> list[Drifted]:
             one.ceiling,
             one.requests,
         )
-        for one in budget.report().drift
+        for one in budget.report(since=LATELY).drift
         if one.above and one.ratio is not None and one.ceiling is not None
     ]

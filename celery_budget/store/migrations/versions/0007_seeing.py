@@ -31,7 +31,6 @@ FOUND_BY = (("journal", "reservation", "reservation_id"), ("reservations", "pare
 
 def upgrade() -> None:
     _tell()
-    _create_alerts()
     _upgrade_tallies()
     _create_alerts()
     if op.get_bind().dialect.name == "postgresql":
@@ -45,7 +44,6 @@ def downgrade() -> None:
         _run("reserve_6.sql")
     _drop_alerts()
     _downgrade_tallies()
-    _drop_alerts()
     _tell_no_more()
 
 
