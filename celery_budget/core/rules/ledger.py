@@ -95,15 +95,21 @@ def _network(facts: Facts) -> list[Seen]:
     "sqlite-hosts",
     "error",
     "SQLite is used by one host",
-    "each host has a file of its own by that name, and so a budget of its own",
+    "a host with a file of its own by that name has budgets of its own; one file for several is "
+    "for containers on one machine, and its locks hold on a local disk only",
     "put the ledger into PostgreSQL: budget_database_url = 'postgresql+psycopg://...'",
 )
 @of_sqlite
-def _hosts(facts: Facts) -> list[Seen]:
-    relays = {relay.host for relay in facts.store.relays}
-    workers = {worker.host for worker in facts.workers or () if worker.host}
-    others = (relays | workers) - {facts.host}
-    return [f"the ledger is in SQLite, and used on {named(others)} as well"] if others else []
+def _hosts(facts: Facts) -> Iterator[Seen]:
+    workers = [one for one in facts.workers or () if one.host and one.host != facts.host]
+    apart = {one.host for one in workers if one.mark != facts.store.mark}
+    # A relay that is seen is seen in this very file.
+    relays = {one.host for one in facts.store.relays if one.seconds <= RELAY_SECONDS}
+    beside = ({one.host for one in workers} | relays) - apart - {facts.host}
+    if apart:
+        yield f"the ledger is in SQLite, and {named(apart)} has another file"
+    if beside:
+        yield "warning", f"the ledger is in SQLite, and its file is used on {named(beside)} as well"
 
 
 @rule(

@@ -67,8 +67,20 @@ def _same_ledger(facts: Facts, workers: tuple[WorkerSeen, ...]) -> Iterator[Seen
             yield f"{one.name} has the root {one.root!r}, and here it is {facts.root!r}"
         elif one.error:
             yield f"{one.name} cannot ask its ledger: {one.error}"
-        elif one.ledger != facts.ledger and one.mark != facts.store.mark:
+        elif _is_other(facts, one):
             yield f"{one.name} has another ledger"
+
+
+def _is_other(facts: Facts, worker: WorkerSeen) -> bool:
+    """Tell whether a worker's ledger is another one: by its first budget, else by where it is.
+
+    One database may have several names, and one name, such as localhost, several databases. Of
+    SQLite's files by one name on several hosts another rule tells.
+    """
+    same_place = worker.ledger == facts.ledger
+    if worker.mark is None or facts.store.mark is None:
+        return not same_place
+    return worker.mark != facts.store.mark and not (same_place and facts.store.dialect == "sqlite")
 
 
 @rule(
