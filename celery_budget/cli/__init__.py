@@ -7,26 +7,36 @@ not add up, 2 where the command line is wrong. Errors go to the standard error s
 
 from celery_budget.cli import (
     accounts,
+    alerts,
     cancel,
+    check,
+    dashboard,
     declare,
+    explain,
     inspect,
     lane,
     parked,
     quarantine,
     reconcile,
     relay,
+    report,
 )
 from celery_budget.cli.group import budget
 
 __all__ = [
     "accounts",
+    "alerts",
     "budget",
     "cancel",
+    "check",
+    "dashboard",
     "declare",
+    "explain",
     "inspect",
     "lane",
     "parked",
     "quarantine",
     "reconcile",
     "relay",
+    "report",
 ]

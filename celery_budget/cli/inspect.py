@@ -17,11 +17,10 @@ from celery_budget.cli.values import DURATION
 from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
-from celery_budget.render.stories import stories_view
-from celery_budget.render.tables import queued_table, report_view, suggestions_table
+from celery_budget.render.tables import queued_table, suggestions_table
 from celery_budget.render.text import number
 
-__all__ = ["explain", "journal", "list_", "report", "show", "suggest"]
+__all__ = ["journal", "list_", "show", "suggest"]
 
 
 @budget.command("list", cls=CeleryCommand)
@@ -125,21 +124,6 @@ def _fold(ctx: click.Context, older_than: timedelta, as_json: bool) -> None:
 
 
 @budget.command(cls=CeleryCommand)
-@json_option
-@click.pass_context
-def report(ctx: click.Context, as_json: bool) -> None:
-    """Show balances, counts, estimates and actuals.
-
-    \b
-    Examples:
-      celery -A proj budget report
-      celery -A proj budget report --json
-    """
-    found = installed_of(ctx).report()
-    print_out(ctx, found.as_dict() if as_json else report_view(found))
-
-
-@budget.command(cls=CeleryCommand)
 @click.option("--stage", cls=CeleryOption, help="Of one stage only.")
 @click.option(
     "--quantile",
@@ -175,30 +159,3 @@ def suggest(
         raise click.BadParameter(str(exc), param_hint="'--quantile'") from exc
     document = {"suggestions": [one.as_dict() for one in found]}
     print_out(ctx, document if as_json else suggestions_table(found, stage))
-
-
-@budget.command(cls=CeleryCommand)
-@click.argument("some_id", metavar="TASK_ID|REQUEST_ID")
-@json_option
-@click.pass_context
-def explain(ctx: click.Context, some_id: str, as_json: bool) -> None:
-    """Tell the life of one request.
-
-    What it reserved and used, and what happened when. A reservation id will do as well. Exit
-    status 1 where nothing is known of it.
-
-    \b
-    Examples:
-      celery -A proj budget explain 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
-      celery -A proj budget explain order-4711 --json
-    """
-    stories = installed_of(ctx).explain(some_id)
-    if not stories:
-        raise click.ClickException(
-            f"nothing is known of {some_id!r}: no request with this task id, request id or "
-            "reservation id was admitted or parked (one that is refused leaves only a count)"
-        )
-    if as_json:
-        print_out(ctx, {"requests": [story.as_dict() for story in stories]})
-    else:
-        print_out(ctx, stories_view(stories))

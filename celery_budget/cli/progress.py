@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "Waiting"]
 
 #: How long something may take before a bar is shown.
 QUIET_SECONDS = 1.0
@@ -58,3 +59,33 @@ class Progress:
             )
             self._task = self._bar.add_task(self._doing, completed=done, total=total)
             self._bar.start()
+
+
+class Waiting:
+    """Shows that something goes on, once it takes longer than a moment and nobody can say how far.
+
+    On the standard error stream, where that is a terminal.
+
+    :param doing: what is done.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self._status = Console(stderr=True).status(doing)
+        self._timer = threading.Timer(QUIET_SECONDS, self._status.start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Waiting:
+        if sys.stderr.isatty():
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        if self._timer.is_alive():
+            self._timer.join()
+        self._status.stop()

@@ -6,7 +6,7 @@ What cannot be is wrong use (exit status 2), told with what to write instead.
 from __future__ import annotations
 
 import re
-from datetime import datetime, timedelta
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "MAYBE_AMOUNT",
     "NO_LIMIT",
     "RATIO",
+    "WHEN",
     "limit_of",
     "parent_of",
 ]
@@ -36,6 +37,7 @@ NO_LIMIT = object()
 #: digits of other scripts) is more likely a slip than an amount.
 _DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
 _DURATION = re.compile(r"([0-9]{1,12})([smhdw])")
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -145,6 +147,30 @@ class _Instant(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return when
 
 
+class _When(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "when"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> datetime | timedelta:
+        if _DAY.fullmatch(value):
+            try:
+                return datetime.combine(date.fromisoformat(value), time(), timezone.utc)
+            except ValueError:
+                self.fail(f"there is no day {value!r}", param, ctx)
+        try:
+            of: click.ParamType = DURATION if _DURATION.fullmatch(value) else INSTANT  # type: ignore[type-arg, unused-ignore]
+            found: datetime | timedelta = of.convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(
+                f"{value!r} is no time; give a time before now (7d, 12h), a day (2030-01-31, from "
+                "its midnight UTC on), or an instant with a time zone (2030-01-31T12:00:00Z)",
+                param,
+                ctx,
+            )
+        return found
+
+
 class _MaybeAmount(_Amount):
     name = "limit"
 
@@ -158,3 +184,5 @@ MAYBE_AMOUNT = _MaybeAmount()
 RATIO = _Ratio()
 DURATION = _Duration()
 INSTANT = _Instant()
+#: A time before now, or an instant.
+WHEN = _When()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,11 +13,13 @@ from kombu.utils.encoding import safe_repr
 from kombu.utils.json import dumps, loads
 
 from celery_budget.core.retries import TRACEBACK
+from celery_budget.events import Logger
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = [
+    "name_of",
     "read_value",
     "text_of",
     "traced",
@@ -28,10 +29,12 @@ __all__ = [
     "written_value",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 
+#: How much of the name of an error's class is kept with its attempt.
+MOST_NAME = 255
 #: How much of an error's text is kept in quarantine.
 MOST_TEXT = 2000
 #: How much of its traceback, from the end.
@@ -80,12 +83,7 @@ def written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | No
     try:
         written = dumps(task.backend.prepare_exception(error, serializer="json"))
     except Exception:
-        logger.warning(
-            "the error of task %s[%s] cannot be kept for a replay",
-            task.name,
-            task.request.id,
-            exc_info=True,
-        )
+        logger.exception("outcome.unkept", task=task.name, task_id=task.request.id)
         return None
     return _capped(budget, task, written)
 
@@ -94,6 +92,16 @@ def text_of(error: object) -> str:
     """Return an error as it is shown to whoever looks: without what a database cannot hold."""
     written = str(safe_repr(error)).encode("utf-8", "replace").decode("utf-8")
     return written.replace("\x00", "\ufffd")[:MOST_TEXT]
+
+
+def name_of(error: object) -> str | None:
+    """Return the name of an error's class, of a length that the ledger keeps; none of no error."""
+    if not isinstance(error, BaseException):
+        return None
+    kind = type(error)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    written = f"{module}{kind.__qualname__}".encode("utf-8", "replace").decode("utf-8")
+    return written.replace("\x00", "\ufffd")[:MOST_NAME]
 
 
 def traced(error: BaseException) -> str:
@@ -115,12 +123,11 @@ def written_retry(budget: CeleryBudget, task: Any, error: object) -> str | None:
 def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:
     if len(written) <= budget.settings.outcome_bytes:
         return written
-    logger.warning(
-        "the outcome of task %s[%s] has %d bytes, above budget_outcome_bytes (%d); it cannot be "
-        "given again should this worker go away before the result is stored",
-        task.name,
-        task.request.id,
-        len(written),
-        budget.settings.outcome_bytes,
+    logger.event(
+        "outcome.oversize",
+        task=task.name,
+        task_id=task.request.id,
+        bytes=len(written),
+        bound=budget.settings.outcome_bytes,
     )
     return None

@@ -6,12 +6,23 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 from celery_budget.reconcile.brokers import QueueStanding
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
+from celery_budget.reconcile.following import Next
+from celery_budget.reconcile.holdings import (
+    Asking,
+    BudgetStory,
+    HeldWindow,
+    Hold,
+    RefusedFor,
+    Waiting,
+    explain_budget,
+)
 from celery_budget.reconcile.invoices import Compared, Comparison, Difference
 from celery_budget.reconcile.invoices import compare as compare_invoice
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
 from celery_budget.reconcile.kinds import STEPS
-from celery_budget.reconcile.lanes import LaneStanding, lane_standings
+from celery_budget.reconcile.lanes import LaneStanding, TenantShare, lane_standings
+from celery_budget.reconcile.overview import BudgetSeen, Overview, overview
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile
 from celery_budget.reconcile.repairs import repair
 from celery_budget.reconcile.reports import Asked, RelaySeen, Report, relays, report
@@ -45,6 +56,9 @@ __all__ = [
     "STEPS",
     "Amounts",
     "Asked",
+    "Asking",
+    "BudgetSeen",
+    "BudgetStory",
     "Compared",
     "Comparison",
     "Day",
@@ -53,7 +67,11 @@ __all__ = [
     "Entry",
     "Grant",
     "Group",
+    "HeldWindow",
+    "Hold",
     "LaneStanding",
+    "Next",
+    "Overview",
     "ParkedRequest",
     "Pending",
     "Quarantined",
@@ -61,6 +79,7 @@ __all__ = [
     "Queued",
     "Reconciliation",
     "Refusals",
+    "RefusedFor",
     "RelaySeen",
     "Report",
     "Spread",
@@ -69,11 +88,14 @@ __all__ = [
     "Story",
     "Suggestion",
     "Template",
+    "TenantShare",
+    "Waiting",
     "balance_as_dict",
     "budget_as_dict",
     "change_as_dict",
     "compare_invoice",
     "explain",
+    "explain_budget",
     "find_parked",
     "find_quarantined",
     "fold",
@@ -81,6 +103,7 @@ __all__ = [
     "journal",
     "lane_as_dict",
     "lane_standings",
+    "overview",
     "parked",
     "quarantine_is_full",
     "quarantined",

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most
+from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most, thresholds_text
 from celery_budget.core.declarations import Change
 from celery_budget.core.lane_files import LaneChange
 from celery_budget.reconcile import Entry, Grant, Standing, Template
@@ -20,7 +20,9 @@ __all__ = [
     "changes_table",
     "journal_table",
     "ratio",
+    "standing_facts",
     "standing_view",
+    "tree",
 ]
 
 _AMOUNTS = ("limit", "reserved", "spent", "available")
@@ -60,12 +62,12 @@ def balances_table(balances: Sequence[Balance]) -> RenderableType:
             "'celery -A PROJ budget set NAME --limit N --unit UNIT'."
         )
     periodic = any(balance.period != "total" for balance in balances)
-    rows = (_balance_row(balance, depth, periodic) for balance, depth in _tree(balances))
+    rows = (_balance_row(balance, depth, periodic) for balance, depth in tree(balances))
     columns = ["budget", "unit", *(["period"] if periodic else []), *_AMOUNTS, ""]
     return table_of(columns, rows, numbers=_AMOUNTS)
 
 
-def _tree(balances: Sequence[Balance]) -> Iterator[tuple[Balance, int]]:
+def tree(balances: Sequence[Balance]) -> Iterator[tuple[Balance, int]]:
     """Yield balances with their depth, children by name beneath their parents."""
     names = {balance.budget for balance in balances}
     below: dict[str | None, list[Balance]] = {}
@@ -137,13 +139,18 @@ def _period(budget: Budget) -> str:
 def standing_view(standing: Standing | Template) -> RenderableType:
     """One budget or template in full: its terms, all above it, its grants."""
     if isinstance(standing, Template):
-        return facts(_template_facts(standing))
-    parts: list[RenderableType] = [facts(_facts(standing)), Text()]
+        return facts(standing_facts(standing))
+    parts: list[RenderableType] = [facts(standing_facts(standing)), Text()]
     # From the top, as in the list of all budgets.
     parts.append(balances_table([*reversed(standing.above), standing.balance]))
     if standing.grants:
         parts += [Text(), _grants_table(standing.grants)]
     return Group(*parts)
+
+
+def standing_facts(standing: Standing | Template) -> dict[str, str | None]:
+    """Return a budget's or a template's terms in words, by name; none for what it does not have."""
+    return _template_facts(standing) if isinstance(standing, Template) else _facts(standing)
 
 
 def _template_facts(template: Template) -> dict[str, str | None]:
@@ -157,6 +164,7 @@ def _template_facts(template: Template) -> dict[str, str | None]:
         "period": _period(budget),
         **_stops(budget, None),
         "weight": _weight(budget),
+        "alerts at": None if budget.alert_at is None else thresholds_text(budget.alert_at),
         "made": f"{number(template.made)} budget{'' if template.made == 1 else 's'}",
     }
 
@@ -178,6 +186,7 @@ def _facts(standing: Standing) -> dict[str, str | None]:
         "window": window,
         **_stops(budget, balance.limit),
         "weight": _weight(budget),
+        "alerts at": None if budget.alert_at is None else thresholds_text(budget.alert_at),
         "new work": f"{room}{by}",
         "template": standing.template,
     }

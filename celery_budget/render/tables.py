@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from celery_budget.reconcile import (
@@ -15,70 +16,52 @@ from celery_budget.reconcile import (
     Queued,
     Reconciliation,
     RelaySeen,
-    Report,
     Suggestion,
 )
-from celery_budget.render.budgets import balances_table
+from celery_budget.render.grids import (
+    ISOLATED,
+    MEANING,
+    Grid,
+    counts_grid,
+    drift_grid,
+    parked_grid,
+    quarantine_grid,
+    relays_grid,
+)
 from celery_budget.render.text import facts, literal, moment, number, table_of
 
 __all__ = [
-    "DRIFT_LOW",
     "FULL",
+    "ISOLATED",
     "MEANING",
+    "OVERDUE_SECONDS",
+    "advice",
     "counts_table",
     "drift_table",
+    "grid_table",
     "parked_table",
     "quarantine_counts",
     "quarantine_facts",
     "quarantine_table",
     "queued_table",
     "relays_table",
-    "report_view",
+    "still_open",
     "suggestions_table",
     "verdict",
 ]
 
-#: Actual over estimated: the estimator is marked below this, and above the ceiling of its stage.
-DRIFT_LOW = 0.5
-
 #: A message that is due for longer than this is waiting for a relay that does not run.
 OVERDUE_SECONDS = 10
 
-_COMPARED = ("requests", "estimated", "actual", "ratio")
-
 _BAD = "bold red"
 _GOOD = "green"
+_STYLES = {"bad": _BAD, "odd": "yellow", "dim": "dim"}
 
-#: What the counts of a report count, and what the flags of a request mean.
-MEANING = {
-    "admitted": "requests that reserved budget",
-    "refused": "turned away, nothing reserved",
-    "parked": "waiting for budget",
-    "given_up": "waited too long for budget, never admitted",
-    "planned": "later steps of chains that were reserved whole",
-    "reserved": "message not published yet",
-    "published": "at the broker, not started",
-    "running": "an attempt runs",
-    "waiting": "between two attempts",
-    "settled": "ran and were charged",
-    "released": "never ran, nothing charged",
-    "lost": "ran, outcome unknown, charged",
-    "over": "used more than estimated",
-    "unmetered": "an attempt did not tell all its usage; charged its estimate",
-    "unreserved": "reached a worker without a reservation",
-}
-
-#: Why messages are in quarantine.
-ISOLATED = {
-    "unroutable": "no queue takes it, or its exchange is missing",
-    "rejected": "the broker refused it each time",
-    "oversize": "larger than the broker takes",
-    "undecodable": "its stored form cannot be read",
-    "max_attempts": "failed, all its attempts used up",
-    "retry_within": "failed, the time for its attempts used up",
-    "terminal": "failed, by an error that is not retried",
-    "failed": "failed, and was not retried",
-}
+#: Between two columns; to how many columns all names of a row are folded beside numbers, and what
+#: is said behind them.
+_GAP = 3
+_NARROW = 36
+_WORD = 9 + _GAP
 
 #: Open work that is no request, in the singular.
 _OPEN = {
@@ -90,33 +73,68 @@ _OPEN = {
 }
 
 
-def _titled(title: str, body: RenderableType) -> Group:
-    return Group(Text(title, "bold"), body, Text())
+class _GridView:
+    """A grid as a table; as several with some of its numbers each where a terminal is narrow."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part, columns in enumerate(_parts(self._grid, options.max_width)):
+            if part:
+                yield Text()
+            rows = [
+                [literal(row[at].text, _STYLES.get(row[at].kind, "")) for at in columns]
+                for row in self._grid.rows
+            ]
+            names = [self._grid.columns[at] for at in columns]
+            yield table_of(names, rows, numbers=self._grid.numbers)
 
 
-def counts_table(counts: dict[str, int]) -> RenderableType:
-    """How many requests there are, by what became of them, and what that means."""
-    rows = [
-        (literal(name), number(count), Text(MEANING.get(name, ""), "dim"))
-        for name, count in counts.items()
+def _parts(grid: Grid, width: int) -> list[list[int]]:
+    """Return the columns of each table: those that name a row, and numbers as there is room."""
+    every = range(len(grid.columns))
+    heads = [cell_len(name) + _GAP for name in grid.columns]
+    widths = [
+        max(heads[at], *(cell_len(row[at].text) + _GAP for row in grid.rows)) if grid.rows else 0
+        for at in every
     ]
-    return table_of(["requests", "number", ""], rows, numbers=["number"])
+    numbers = [at for at in every if grid.columns[at] in grid.numbers]
+    before = [at for at in every if not numbers or at < numbers[0]]
+    after = [at for at in every if at not in numbers and at not in before]
+    # Words are folded, to no less than this.
+    least = _NARROW // max(1, len(before))
+    room = width - sum(min(widths[at], max(heads[at], least)) for at in before)
+    room -= sum(min(widths[at], _WORD) for at in after) - _GAP
+    parts: list[list[int]] = [[]]
+    for at in numbers:
+        if parts[-1] and sum(widths[one] for one in (*parts[-1], at)) > room:
+            parts.append([])
+        parts[-1].append(at)
+    parts[-1] += after
+    return [before + part for part in parts]
+
+
+def grid_table(grid: Grid) -> RenderableType:
+    """Return a grid as a table that stays readable where a terminal is narrow."""
+    return _GridView(grid)
+
+
+def counts_table(counts: Mapping[str, int]) -> RenderableType:
+    """How many requests there are, by what became of them, and what that means."""
+    return grid_table(counts_grid(counts))
 
 
 def drift_table(drifts: Sequence[Drift]) -> RenderableType:
     """What estimators promised against what was charged; marked where they are far apart."""
     if not drifts:
         return Text("Nothing has been measured yet: no success has recorded its usage.")
-    table = table_of(
-        ["stage", "estimator", "version", *_COMPARED, ""],
-        map(_drift_row, drifts),
-        numbers=_COMPARED,
-    )
-    above = [_advice(drift) for drift in drifts if drift.above]
+    table = grid_table(drift_grid(drifts))
+    above = [advice(drift) for drift in drifts if drift.above]
     return Group(table, *above) if above else table
 
 
-def _advice(drift: Drift) -> Text:
+def advice(drift: Drift) -> Text:
     """What to do about an estimator that promises too little: a higher limit would hide it."""
     estimator = f"estimator {drift.estimator} (version {drift.version})"
     used = (
@@ -156,36 +174,9 @@ def suggestions_table(
     return Group(table_of(["stage", "unit", *numbers], rows, numbers=numbers), Text(said, "dim"))
 
 
-def _drift_row(drift: Drift) -> list[Text | str]:
-    mark = _drift_mark(drift)
-    return [
-        literal(drift.stage),
-        literal(drift.estimator),
-        literal(drift.version),
-        number(drift.requests),
-        number(drift.estimated),
-        number(drift.actual),
-        Text("-" if drift.ratio is None else f"{drift.ratio:.2f}", "yellow" if mark else ""),
-        Text(mark, "yellow"),
-    ]
-
-
-def _drift_mark(drift: Drift) -> str:
-    marks = ["shadow"] if drift.shadow else []
-    if drift.above or (drift.ratio is None and drift.actual):
-        marks.append("estimated too low")
-    elif drift.ratio is not None and drift.ratio < DRIFT_LOW:
-        marks.append("estimated too high")
-    return ", ".join(marks)
-
-
 def queued_table(queues: Sequence[Queued]) -> RenderableType:
     """How much waits for each budget, and for how long the oldest."""
-    rows = [
-        (literal(one.budget), number(one.requests), Text(f"{one.oldest_seconds:.0f} s"))
-        for one in queues
-    ]
-    return table_of(["budget", "parked", "oldest"], rows, numbers=["parked", "oldest"])
+    return grid_table(parked_grid(queues))
 
 
 def parked_table(waiting: Sequence[ParkedRequest]) -> RenderableType:
@@ -218,36 +209,21 @@ def relays_table(relays: Sequence[RelaySeen]) -> RenderableType:
             "No relay runs; what is admitted is published once one does: "
             "'celery -A PROJ budget relay'."
         )
-    return table_of(["host", "pid", "seen", ""], map(_relay_row, relays), numbers=["pid", "seen"])
-
-
-def _relay_row(relay: RelaySeen) -> list[Text | str]:
-    gone = relay.gone
-    state = "gone" if gone else "sleeping" if relay.sleeping else ""
-    return [
-        literal(relay.host),
-        str(relay.pid),
-        Text(f"{relay.seconds:,.1f} s ago", _BAD if gone else ""),
-        Text(state, _BAD if gone else "dim"),
-    ]
+    return grid_table(relays_grid(relays))
 
 
 #: Said where requests that fail for good are not kept any more.
 FULL = "quarantine is full: what fails for good is not kept"
 
 
-def quarantine_counts(counts: dict[str, int], full: bool = False) -> RenderableType:
+def quarantine_counts(counts: Mapping[str, int], full: bool = False) -> RenderableType:
     """How many messages are in quarantine, by reason.
 
     :param full: whether requests that fail for good are not kept any more.
     """
     if not counts:
         return Text("No message is in quarantine.")
-    rows = [
-        (literal(reason), number(count), Text(ISOLATED.get(reason, ""), "dim"))
-        for reason, count in counts.items()
-    ]
-    table = table_of(["reason", "messages", ""], rows, numbers=["messages"])
+    table = grid_table(quarantine_grid(counts))
     if not full:
         return table
     return Group(table, Text(FULL, _BAD))
@@ -303,7 +279,7 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
     if reconciliation.ok:
         return Text.assemble(
             ("the ledger adds up: ", _GOOD),
-            _still_open(requests, reconciliation.open_work, reconciliation.overdue_seconds),
+            still_open(requests, reconciliation.open_work, reconciliation.overdue_seconds),
         )
     wrong = len(reconciliation.mismatches)
     return Group(
@@ -314,7 +290,7 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
     )
 
 
-def _still_open(requests: int, open_work: dict[str, int], overdue_seconds: int) -> Text:
+def still_open(requests: int, open_work: dict[str, int], overdue_seconds: int) -> Text:
     """How many requests there are, and which of them are open, in one line."""
     return Text(
         f"{number(requests)} {_plural(requests, 'request')}, "
@@ -346,25 +322,3 @@ def _open_name(name: str, count: int) -> str:
 
 def _plural(count: int, noun: str, ending: str = "s") -> str:
     return noun if count == 1 else noun + ending
-
-
-def lane_counts(counts: Mapping[str, int]) -> RenderableType:
-    """How many requests were admitted in each lane."""
-    rows = [(literal(name), number(count)) for name, count in counts.items()]
-    return table_of(["lane", "admitted"], rows, numbers=["admitted"])
-
-
-def report_view(report: Report) -> RenderableType:
-    """Balances, counts, what waits, drift, relays, quarantine and what is open."""
-    waits = [_titled("Parked", queued_table(report.parked))] if report.parked else []
-    lanes = [_titled("Lanes", lane_counts(report.lanes))] if report.lanes else []
-    return Group(
-        _titled("Budgets", balances_table(report.balances)),
-        _titled("Requests", counts_table(report.counts)),
-        *waits,
-        *lanes,
-        _titled("Estimated and actual", drift_table(report.drift)),
-        _titled("Relays", relays_table(report.relays)),
-        _titled("Quarantine", quarantine_counts(report.quarantine, report.quarantine_full)),
-        _still_open(report.counts["admitted"], report.open_work, report.overdue_seconds),
-    )

@@ -15,7 +15,9 @@ from rich.text import Text
 __all__ = [
     "UNLIMITED",
     "as_text",
+    "duration",
     "facts",
+    "instant",
     "literal",
     "moment",
     "number",
@@ -25,6 +27,7 @@ __all__ = [
 
 UNLIMITED = "unlimited"
 
+_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (0.001, "ms"))
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 #: Wider than any line: nothing is wrapped or cut where no terminal sets a width.
 _NO_WIDTH = 100_000
@@ -42,6 +45,27 @@ def moment(microseconds: int) -> str:
     except OverflowError:
         return str(microseconds)
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def instant(microseconds: int) -> str:
+    """Return :func:`moment` without a fraction where that is none, for people."""
+    return moment(microseconds).replace(".000000Z", "Z").replace("T00:00:00Z", "")
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in its best unit: ``1.25 s``, ``12 ms``, ``3 h``, ``1.5 d``."""
+    for size, unit in _UNITS:
+        # What would be written as 60 s or 1000 ms is one of the next unit.
+        if seconds >= size * (1 - 5e-4):
+            return f"{_digits(seconds / size)} {unit}"
+    return "0 s" if seconds <= 0 else f"{_digits(seconds / 1e-6)} µs"
+
+
+def _digits(value: float) -> str:
+    """Return three digits, and none behind the point that says nothing; whole ones are kept."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def literal(value: object, style: str = "") -> Text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from celery_budget.core.reservations import (
     CLAIMABLE,
     Again,
     AlreadyExtended,
+    Charge,
     Claimed,
     Closed,
     Ended,
@@ -32,6 +33,7 @@ from celery_budget.core.reservations import (
     Reserved,
     ReserveRequest,
     Running,
+    Settlement,
     StoredOutcome,
 )
 from celery_budget.core.retries import DEADLINE, MAX_ATTEMPTS, RETRY_WITHIN, Keep, Retries
@@ -47,6 +49,7 @@ from celery_budget.store.continuations import (
 from celery_budget.store.reservations import (
     CHANGING,
     How,
+    Lines,
     charge_of,
     finish,
     lines_of,
@@ -55,6 +58,7 @@ from celery_budget.store.reservations import (
     start,
 )
 from celery_budget.store.schema import attempts, now_us, of_reservation, reservations
+from celery_budget.store.schema import outbox as messages
 
 __all__ = [
     "NOBODY",
@@ -226,26 +230,50 @@ def _write_claim(
     lease_us: int,
     **more: Any,
 ) -> None:
-    """Write the next attempt of a reservation whose row the caller holds."""
+    """Write the next attempt of a reservation whose row the caller holds.
+
+    With what is known of the message that started it, which goes with the attempt's end.
+    """
+    values: dict[str, Any] = {
+        "root": row.root,
+        "reservation_id": row.reservation_id,
+        "attempt": row.attempts + 1,
+        "claim_id": claim_id,
+        "retries": row.retries,
+        "worker": delivery.worker,
+        "boot_id": delivery.boot_id,
+        "pid": delivery.pid,
+        "late_ack": delivery.late_ack,
+        "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
+        "inquires": delivery.inquires,
+        "started_us": now_us(),
+        "lease_until_us": now_us() + lease_us,
+        "replays": 0,
+        **more,
+    }
+    seen = ("queue", "publishes", "published_us")
+    one = sa.select(sa.literal(1).label("one")).subquery()
+    mine = sa.and_(
+        messages.c.root == row.root,
+        messages.c.reservation_id == row.reservation_id,
+        messages.c.retries == row.retries,
+    )
     connection.execute(
-        attempts.insert().values(
-            root=row.root,
-            reservation_id=row.reservation_id,
-            attempt=row.attempts + 1,
-            claim_id=claim_id,
-            retries=row.retries,
-            worker=delivery.worker,
-            boot_id=delivery.boot_id,
-            pid=delivery.pid,
-            late_ack=delivery.late_ack,
-            rerun=delivery.late_ack if delivery.rerun is None else delivery.rerun,
-            inquires=delivery.inquires,
-            started_us=now_us(),
-            lease_until_us=now_us() + lease_us,
-            replays=0,
-            **more,
+        attempts.insert().from_select(
+            [*values, *seen],
+            sa.select(
+                *(_given(name, value) for name, value in values.items()),
+                *(messages.c[name] for name in seen),
+            ).select_from(one.outerjoin(messages, mine)),
         )
     )
+
+
+def _given(name: str, value: Any) -> sa.ColumnElement[Any]:
+    """Return a value of a column as it is selected."""
+    if isinstance(value, sa.ColumnElement):
+        return value
+    return sa.cast(sa.literal(value, attempts.c[name].type), attempts.c[name].type)
 
 
 def _elapsed_us(connection: Connection, row: sa.Row[Any], retries: Retries | None) -> int:
@@ -464,7 +492,7 @@ def end(
             reuse.keep(connection, row, outcome.payload)
         if row.cancelled_us is not None and outcome.kind == "replaced":
             cancel(connection, root, row.task_id)
-        return Ended("settled", kept=kept)
+        return Ended("settled", kept=kept, settlement=_settlement(row, of, charges, bool(fresh)))
     return Ended("waiting")
 
 
@@ -484,7 +512,18 @@ def _end_cancelled(
     write_end(connection, row.root, row.reservation_id, attempt, ended, is_open=False)
     outbox.drop(connection, row.root, row.reservation_id)
     untold.note(connection, row.root, row.task_id, CANCELLED, row.reservation_id)
-    return Ended("settled", cancelled=True)
+    return Ended("settled", cancelled=True, settlement=_settlement(row, of, charges))
+
+
+def _settlement(
+    row: sa.Row[Any], of: Lines, charges: Mapping[int, int], unmetered: bool = False
+) -> Settlement:
+    """Return what a reservation with this row and these lines has just been settled at."""
+    told = tuple(
+        Charge(line.budget, line.unit, line.estimate + line.extended, line.used, charges[line.line])
+        for line in of
+    )
+    return Settlement(told, bool(row.over), bool(row.unmetered) or unmetered)
 
 
 def _reject(
@@ -604,7 +643,11 @@ def write_end(
 
     The error of one that is retried stays until the next one is claimed.
     """
-    values: dict[str, Any] = {"ended_us": now_us(), "outcome": outcome.kind}
+    values: dict[str, Any] = {
+        "ended_us": now_us(),
+        "outcome": outcome.kind,
+        "error": outcome.error,
+    }
     if is_open or outcome.kind == "retried":
         values["payload"] = outcome.payload
     if not is_open:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.budgets import (
+    WILDCARD,
     Balance,
     Budget,
     Limit,
@@ -36,12 +37,15 @@ __all__ = [
     "declared",
     "draining",
     "find",
+    "first_made",
     "lock_budgets",
     "lock_root",
     "made_from",
     "open_budgets",
     "reopen",
     "rows_of",
+    "some_of",
+    "thresholds_of",
 ]
 
 
@@ -80,7 +84,13 @@ def budget_of(row: sa.Row[Any]) -> Budget:
         row.hard_stop,
         row.stripes,
         row.weight,
+        thresholds_of(row.alert_at),
     )
+
+
+def thresholds_of(written: str | None) -> tuple[int, ...] | None:
+    """Return the thresholds of a row: parts per million with commas between them."""
+    return None if written is None else tuple(int(one) for one in written.split(",") if one)
 
 
 def open_budgets(connection: Connection, root: str, made: bool = False) -> list[Budget]:
@@ -242,6 +252,45 @@ def balances_of(connection: Connection, root: str) -> list[Balance]:
         for row in rows
         if not is_template(row.name)
     ]
+
+
+def some_of(
+    connection: Connection, root: str, limit: int, containing: str = "", state: str | None = None
+) -> list[tuple[Budget, Balance]]:
+    """Return budgets as they are declared with their balances, by name, at most ``limit``.
+
+    What is read grows with that, not with how many there are. Locks nothing.
+
+    :param containing: only those with this in their name, in whatever case.
+    :param state: only those in this state.
+    """
+    wanted = sa.select(budgets.c.name).where(
+        budgets.c.root == root, ~budgets.c.name.contains(WILDCARD, autoescape=True)
+    )
+    if containing:
+        wanted = wanted.where(budgets.c.name.icontains(containing, autoescape=True))
+    if state is not None:
+        wanted = wanted.where(budgets.c.state == state)
+    names = list(connection.execute(wanted.order_by(budgets.c.name).limit(limit)).scalars())
+    rows = {row.name: row for row in levels.rows_above(connection, root, names)}
+    known = {name: levels.level(row) for name, row in rows.items()}
+    now = windows.read_now(connection)
+    return [
+        (budget_of(rows[name]), _balance(rows[name], limits_in_force(known, name)[name][0], now))
+        for name in names
+    ]
+
+
+def first_made(connection: Connection, root: str, limit: int) -> list[str]:
+    """Return the names of the budgets that were made first, at most ``limit``. Locks nothing."""
+    return list(
+        connection.execute(
+            sa.select(budgets.c.name)
+            .where(budgets.c.root == root, budgets.c.name.not_like("%*%"))
+            .order_by(budgets.c.created_us, budgets.c.name)
+            .limit(limit)
+        ).scalars()
+    )
 
 
 def balance(connection: Connection, root: str, name: str) -> Balance:

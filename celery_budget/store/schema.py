@@ -47,6 +47,8 @@ __all__ = [
     "IS_UNPUBLISHED",
     "IS_UNTALLIED",
     "adjustments",
+    "alert_looks",
+    "alerts",
     "attempts",
     "backlog",
     "balances",
@@ -232,6 +234,8 @@ budgets = Table(
     Column("template", String(255)),
     # Its share of a lane, beside that of others; 0 goes last.
     Column("weight", Integer, nullable=False, server_default="1"),
+    # At which parts of its limit it alerts, with commas between them; none for the setting's.
+    Column("alert_at", String(255)),
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
     Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
@@ -280,6 +284,13 @@ journal = Table(
     Column("reason", Text),
     PrimaryKeyConstraint(
         "root", "budget", "window_us", "stripe", "entry", name="pk_budget_journal"
+    ),
+    # What one request did to balances.
+    Index(
+        "ix_budget_journal_reservation",
+        "root",
+        "reservation_id",
+        **_when("reservation_id IS NOT NULL"),
     ),
 )
 
@@ -360,6 +371,11 @@ reservations = Table(
     Column("deadline_us", BigInteger),
     # What other versions of its estimator would have promised, by their versions, as JSON.
     Column("shadows", Text),
+    # When it last waited for budget, parked, from when to when, for which one, and why.
+    Column("parked_us", BigInteger),
+    Column("unparked_us", BigInteger),
+    Column("parked_budget", String(255)),
+    Column("parked_reason", String(16)),
     # When its first message was due, where that was later than its admission.
     Column("due_us", BigInteger),
     # False for one that was given up while it was parked: it is only kept for its story.
@@ -382,6 +398,8 @@ reservations = Table(
     # What estimates are suggested by: the last of a stage.
     Index("ix_budget_reservations_measured", "root", "stage", "ended_us", **_when(IS_MEASURED)),
     Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
+    # What followed from one.
+    Index("ix_budget_reservations_parent", "root", "parent_id", **_when("parent_id IS NOT NULL")),
     Index("ix_budget_reservations_untallied", "root", "ended_us", **_when(IS_UNTALLIED)),
     # Which were admitted when; on PostgreSQL by ranges of pages, which costs an admission next to
     # nothing.
@@ -449,6 +467,13 @@ attempts = Table(
     Column("rerun", Boolean, nullable=False, server_default=false()),
     # Whether its task can tell, or undo, what a lost attempt has done.
     Column("inquires", Boolean, nullable=False, server_default=false()),
+    # The name of what its call raised, of a known length, for whoever asks.
+    Column("error", String(255)),
+    # Of the message that started it, as it was seen then: where it was published, how often, and
+    # when for the last time, where that was known already.
+    Column("queue", Text),
+    Column("publishes", Integer),
+    Column("published_us", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     Index(
         "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")
@@ -946,4 +971,43 @@ refusals = Table(
         "root", "day", "budget", "stage", "reason", "slot", name="pk_budget_refusals"
     ),
     Index("ix_budget_refusals_slots", "root", "day", **_when("slot > 0")),
+)
+
+alerts = Table(
+    "budget_alerts",
+    metadata,
+    # One for each threshold of a subject and window; of no window it is 0.
+    Column("root", String(255)),
+    Column("kind", String(32)),
+    Column("subject", Text),
+    Column("window_us", BigInteger),
+    Column("threshold", BigInteger),
+    Column("alert_id", Uuid, nullable=False),
+    # due: has still to be told; told; failed: is told no more.
+    Column("state", String(16), nullable=False),
+    # How often it was told, which is the fence of who tells it, and when it is told again.
+    Column("tries", Integer, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("since_us", BigInteger, nullable=False),
+    Column("told_us", BigInteger),
+    # When its window ends.
+    Column("end_us", BigInteger, nullable=False, server_default=str(MAX_AMOUNT)),
+    # What it says, as JSON.
+    Column("said", Text, nullable=False),
+    PrimaryKeyConstraint(
+        "root", "kind", "subject", "window_us", "threshold", name="pk_budget_alerts"
+    ),
+    Index("ix_budget_alerts_due", "root", "due_us", **_when("state = 'due'")),
+    Index("ix_budget_alerts_end", "root", "end_us"),
+)
+
+alert_looks = Table(
+    "budget_alert_looks",
+    metadata,
+    # What is looked at for alerts, when it was, and behind which name that goes on.
+    Column("root", String(255)),
+    Column("what", String(32)),
+    Column("looked_us", BigInteger, nullable=False),
+    Column("after_name", String(255), nullable=False),
+    PrimaryKeyConstraint("root", "what", name="pk_budget_alert_looks"),
 )

@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from celery_budget import BudgetExceeded
 from celery_budget.reconcile import Reconciliation, Report
-from celery_budget.render.tables import report_view
+from celery_budget.render.reports import report_view
 from celery_budget.render.text import as_text, literal
 
 HERE = Path(__file__).resolve().parent

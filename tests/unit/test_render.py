@@ -32,11 +32,11 @@ from celery_budget.render.budgets import (
     standing_view,
 )
 from celery_budget.render.documents import json_document
+from celery_budget.render.reports import report_view
 from celery_budget.render.stories import stories_view
 from celery_budget.render.tables import (
     drift_table,
     relays_table,
-    report_view,
     suggestions_table,
     verdict,
 )
@@ -111,8 +111,7 @@ def test_drift_is_marked_where_it_is_far_off(estimated: int, actual: int, shown:
     [row] = [line for line in shows if line.split()[0] == "draft"]
     assert row.split() == [
         "draft",
-        "tokens_of",
-        "2",
+        "tokens_of:2",
         "3",
         number(estimated),
         number(actual),

@@ -1,4 +1,4 @@
-"""What reports are counted from, and which alerts were given."""
+"""What reports are counted from, which alerts were given, and what is told of one request."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,25 @@ depends_on = None
 UNTALLIED = "ended_us IS NOT NULL AND NOT tallied"
 #: Whole numbers of any size.
 EXACT = sa.Numeric().with_variant(sa.Text(), "sqlite")
+#: What is told of one request, beyond what its work needs.
+TOLD: tuple[tuple[str, str, Any], ...] = (
+    ("attempts", "error", sa.String(255)),
+    ("attempts", "queue", sa.Text),
+    ("attempts", "publishes", sa.Integer),
+    ("attempts", "published_us", sa.BigInteger),
+    ("reservations", "parked_us", sa.BigInteger),
+    ("reservations", "unparked_us", sa.BigInteger),
+    ("reservations", "parked_budget", sa.String(255)),
+    ("reservations", "parked_reason", sa.String(16)),
+)
+#: And what it is found by.
+FOUND_BY = (("journal", "reservation", "reservation_id"), ("reservations", "parent", "parent_id"))
 
 
 def upgrade() -> None:
+    _tell()
     _upgrade_tallies()
+    _create_alerts()
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_7.sql")
@@ -27,7 +42,9 @@ def downgrade() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_6.sql")
+    _drop_alerts()
     _downgrade_tallies()
+    _tell_no_more()
 
 
 def _upgrade_tallies() -> None:
@@ -160,3 +177,70 @@ def _keep_refusals(
 
 def _run(name: str) -> None:
     op.get_bind().exec_driver_sql(Path(__file__).with_name(name).read_text("utf-8"))
+
+
+def _tell() -> None:
+    for table, name, kind in TOLD:
+        op.add_column(f"budget_{table}", sa.Column(name, kind))
+    for table, name, column in FOUND_BY:
+        given = sa.text(f"{column} IS NOT NULL")
+        op.create_index(
+            f"ix_budget_{table}_{name}",
+            f"budget_{table}",
+            ["root", column],
+            postgresql_where=given,
+            sqlite_where=given,
+        )
+
+
+def _tell_no_more() -> None:
+    for table, name, _ in FOUND_BY:
+        op.drop_index(f"ix_budget_{table}_{name}", f"budget_{table}")
+    for table, name, _ in reversed(TOLD):
+        op.drop_column(f"budget_{table}", name)
+
+
+def _create_alerts() -> None:
+    op.add_column("budget_budgets", sa.Column("alert_at", sa.String(255)))
+    op.create_table(
+        "budget_alerts",
+        sa.Column("root", sa.String(255)),
+        sa.Column("kind", sa.String(32)),
+        sa.Column("subject", sa.Text),
+        sa.Column("window_us", sa.BigInteger),
+        sa.Column("threshold", sa.BigInteger),
+        sa.Column("alert_id", sa.Uuid, nullable=False),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("tries", sa.Integer, nullable=False),
+        sa.Column("due_us", sa.BigInteger, nullable=False),
+        sa.Column("since_us", sa.BigInteger, nullable=False),
+        sa.Column("told_us", sa.BigInteger),
+        sa.Column("end_us", sa.BigInteger, nullable=False, server_default=str(2**63 - 1)),
+        sa.Column("said", sa.Text, nullable=False),
+        sa.PrimaryKeyConstraint(
+            "root", "kind", "subject", "window_us", "threshold", name="pk_budget_alerts"
+        ),
+    )
+    due = sa.text("state = 'due'")
+    op.create_index(
+        "ix_budget_alerts_due",
+        "budget_alerts",
+        ["root", "due_us"],
+        postgresql_where=due,
+        sqlite_where=due,
+    )
+    op.create_index("ix_budget_alerts_end", "budget_alerts", ["root", "end_us"])
+    op.create_table(
+        "budget_alert_looks",
+        sa.Column("root", sa.String(255)),
+        sa.Column("what", sa.String(32)),
+        sa.Column("looked_us", sa.BigInteger, nullable=False),
+        sa.Column("after_name", sa.String(255), nullable=False),
+        sa.PrimaryKeyConstraint("root", "what", name="pk_budget_alert_looks"),
+    )
+
+
+def _drop_alerts() -> None:
+    op.drop_table("budget_alert_looks")
+    op.drop_table("budget_alerts")
+    op.drop_column("budget_budgets", "alert_at")
