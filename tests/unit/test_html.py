@@ -131,10 +131,11 @@ def test_days_of_one_stage_are_not_taken_for_all_that_was_spent() -> None:
     whole = "9,911,404 of 12,000,000 tokens spent this month, 800,000 held"
     by_day = "tokens charged day by day; limit 12,000,000 tokens a month"
     assert whole in page().texts
-    for part in ({"stage": "draft"}, {"until_us": 1_893_556_000_000_000}, {"budget": "org"}):
+    for part in ({"stage": "draft"}, {"until_us": 1_893_556_000_000_000}):
         texts = page(replace(REPORT, **part)).texts
         assert by_day in texts
         assert whole not in texts
+    assert whole in page(replace(REPORT, budget="tenant:acme")).texts
 
 
 def test_the_page_says_what_it_is_of_and_when() -> None:
