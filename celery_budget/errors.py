@@ -525,7 +525,7 @@ class BudgetExceeded(BudgetError):
             f"{self.limit} {self.unit} available "
             f"({self.reserved} reserved, {self.spent} spent){stop} "
             f"and {self.requested} were requested; "
-            f"see 'celery -A PROJ budget show {shlex.quote(self.budget)}'"
+            f"see 'celery -A PROJ budget explain --budget {shlex.quote(self.budget)}'"
         )
 
 

@@ -36,6 +36,9 @@ MOST = 1_000_000_000
 #: names each message of a batch.
 MOST_OF = {"lock_seconds": 86_400, "batch_size": 10_000}
 
+#: Texts that may be empty, and then are none.
+OPTIONAL = ("listen_url", "dashboard_token")
+
 _URL_FORMS = (
     "'postgresql+psycopg://user@host/name' for PostgreSQL, or 'sqlite:////absolute/path.db' "
     "for the embedded default"
@@ -88,6 +91,8 @@ class Settings:
         by that package's names, in dollars.
     :ivar drift_ceilings: up to which ratio of actual to estimated an estimator is good enough, by
         stage; ``*`` for all others. Above it reports advise to mend the estimator.
+    :ivar dashboard_token: what opens ``budget dashboard``; none by default, which will do on a
+        loopback address alone.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -118,6 +123,7 @@ class Settings:
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
+    dashboard_token: str = field(default="", repr=False)
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -254,7 +260,7 @@ class Settings:
 def _convert(name: str, kind: str, value: Any) -> Any:
     """Return ``value`` as the field's type, numbers being above 0."""
     if kind == "str":
-        if isinstance(value, str) and (value or name == "listen_url"):
+        if isinstance(value, str) and (value or name in OPTIONAL):
             return value
         raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
     if name == "brokers":

@@ -341,6 +341,7 @@ def _written(entry: Entry) -> bytes:
             "payload": entry.outcome.payload,
             "again": again and vars(again),
             "keep": keep and vars(keep),
+            "error": entry.outcome.error,
         }
     kind = type(entry).__name__.lower()
     written = {"version": VERSION, "kind": kind, **values}

@@ -47,7 +47,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if given else os.cpu_count() or 1
 
 
-def _missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:
+def missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:
     """Fail on CI and skip elsewhere."""
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(f"{name} is needed on CI: {error}", pytrace=False)
@@ -68,7 +68,7 @@ def _own(make: Callable[[], Owned], how_to_get: str) -> Iterator[Owned]:
     try:
         server.start()
     except ServiceUnavailable as error:
-        _missing(server.name, how_to_get, error)
+        missing(server.name, how_to_get, error)
     try:
         yield server
     finally:

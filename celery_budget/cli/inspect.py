@@ -17,11 +17,10 @@ from celery_budget.cli.values import DURATION
 from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
-from celery_budget.render.stories import stories_view
 from celery_budget.render.tables import queued_table, suggestions_table, verdict
 from celery_budget.render.text import literal, number
 
-__all__ = ["explain", "journal", "list_", "reconcile", "show", "suggest"]
+__all__ = ["journal", "list_", "reconcile", "show", "suggest"]
 
 
 @budget.command("list", cls=CeleryCommand)
@@ -195,30 +194,3 @@ def reconcile(ctx: click.Context, repair: bool, as_json: bool) -> None:
         print_out(ctx, Group(*told, verdict(proved, requests)))
     if not proved.ok:
         ctx.exit(1)
-
-
-@budget.command(cls=CeleryCommand)
-@click.argument("some_id", metavar="TASK_ID|REQUEST_ID")
-@json_option
-@click.pass_context
-def explain(ctx: click.Context, some_id: str, as_json: bool) -> None:
-    """Tell the life of one request.
-
-    What it reserved and used, and what happened when. A reservation id will do as well. Exit
-    status 1 where nothing is known of it.
-
-    \b
-    Examples:
-      celery -A proj budget explain 6f0c7a0e-93a5-5d0b-9a26-4a1f6f2b8f11
-      celery -A proj budget explain order-4711 --json
-    """
-    stories = installed_of(ctx).explain(some_id)
-    if not stories:
-        raise click.ClickException(
-            f"nothing is known of {some_id!r}: no request with this task id, request id or "
-            "reservation id was admitted or parked (one that is refused leaves only a count)"
-        )
-    if as_json:
-        print_out(ctx, {"requests": [story.as_dict() for story in stories]})
-    else:
-        print_out(ctx, stories_view(stories))

@@ -18,6 +18,7 @@ from celery_budget.errors import InvalidBudget, InvalidName
 __all__ = [
     "MILLION",
     "MOST_WEIGHT",
+    "WILDCARD",
     "Balance",
     "Budget",
     "Limit",

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from celery_budget.core.lanes import Lane, Load
+from celery_budget.core.lanes import HEAVY, Lane, Load
 from celery_budget.core.shares import Account, Key, Order, Shares
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Unseen",
     "Waiting",
     "choose",
+    "short_of",
     "unseen",
 ]
 
@@ -103,6 +104,18 @@ class Decision:
     release: tuple[uuid.UUID, ...]
     accounts: Mapping[Key, Account]
     why: str | None
+
+
+def short_of(lane: Lane, queued: Load, running: Load, weight: int) -> str | None:
+    """Return what keeps a job of this weight from being released; none where it has room.
+
+    ``heavy`` for what could never keep to the limits. Whose turn it is does not count.
+
+    :param queued: what was released and has not started.
+    """
+    if lane.too_heavy(weight) is not None:
+        return HEAVY
+    return _Room(Snapshot(lane, queued, running, ())).short_of(weight)
 
 
 def unseen(seen: Iterable[Waiting], each: int) -> dict[str, Unseen]:

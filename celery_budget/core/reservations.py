@@ -470,12 +470,14 @@ class Outcome:
         was retried, for where no attempt follows after all.
     :ivar again: for ``rejected``: how its message may come again; none for not at all.
     :ivar keep: for ``raised``: that the request goes into quarantine if it ends with this.
+    :ivar error: the name of what was raised, or retried by, for whoever asks later.
     """
 
     kind: str
     payload: str | None = None
     again: Again | None = None
     keep: Keep | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)

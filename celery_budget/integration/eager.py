@@ -48,6 +48,7 @@ from celery_budget.integration.deadlines import UNTIL, deadline_of
 from celery_budget.integration.effects import called
 from celery_budget.integration.fallbacks import Way
 from celery_budget.integration.leases import kept
+from celery_budget.integration.outcomes import name_of
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store.requests import error_of
 
@@ -93,7 +94,7 @@ class Run:
         if self.over:
             return
         self.attempt.finish_streams()
-        ended = self.attempt.end(Outcome(kind))
+        ended = self.attempt.end(Outcome(kind, error=name_of(self.attempt.error)))
         self.attempt.called = self.over = True
         if not ended:
             raise AttemptLost(self.task_id)

@@ -54,6 +54,7 @@ from celery_budget.integration.context import (
 )
 from celery_budget.integration.effects import called
 from celery_budget.integration.outcomes import (
+    name_of,
     read_value,
     undisturbed,
     written_error,
@@ -106,7 +107,7 @@ def execute(
     except Retry as exc:
         told = retries or attempt.deadline_us is not None
         error = written_retry(budget, task, exc.exc) if told else None
-        _end(attempt, Outcome("retried", error))
+        _end(attempt, Outcome("retried", error, error=name_of(exc.exc)))
         if attempt.cancelled:
             # Celery would store RETRY, over what is told here.
             _tell(budget, task)
@@ -127,7 +128,8 @@ def execute(
     except Exception as exc:
         attempt.error = exc
         keep = kept_as(budget, attempt, retries, exc)
-        _end(attempt, Outcome("raised", written_error(budget, task, exc), keep=keep))
+        written = written_error(budget, task, exc)
+        _end(attempt, Outcome("raised", written, keep=keep, error=name_of(exc)))
         raise
     _end(attempt, outcome)
     return value

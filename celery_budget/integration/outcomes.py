@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = [
+    "name_of",
     "read_value",
     "text_of",
     "traced",
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: How much of the name of an error's class is kept with its attempt.
+MOST_NAME = 255
 #: How much of an error's text is kept in quarantine.
 MOST_TEXT = 2000
 #: How much of its traceback, from the end.
@@ -94,6 +97,16 @@ def text_of(error: object) -> str:
     """Return an error as it is shown to whoever looks: without what a database cannot hold."""
     written = str(safe_repr(error)).encode("utf-8", "replace").decode("utf-8")
     return written.replace("\x00", "\ufffd")[:MOST_TEXT]
+
+
+def name_of(error: object) -> str | None:
+    """Return the name of an error's class, of a length that the ledger keeps; none of no error."""
+    if not isinstance(error, BaseException):
+        return None
+    kind = type(error)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    written = f"{module}{kind.__qualname__}".encode("utf-8", "replace").decode("utf-8")
+    return written.replace("\x00", "\ufffd")[:MOST_NAME]
 
 
 def traced(error: BaseException) -> str:

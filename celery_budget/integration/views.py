@@ -124,11 +124,14 @@ class Views:
         """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
         return shown.quarantine_is_full(self.store, self.settings)
 
-    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
-        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
+    def parked(self, limit: int = 100, budget: str | None = None) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first.
+
+        :param budget: only what waits for this one.
+        """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
-        return shown.parked(self.store, self.settings, limit)
+        return shown.parked(self.store, self.settings, limit, budget)
 
     def queued(self) -> tuple[shown.Queued, ...]:
         """Return for each budget that anything waits for how much, and for how long."""
@@ -185,6 +188,21 @@ class Views:
         since_us, lasting_us = _instant("since", since)
         return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
 
+    def overview(
+        self, containing: str = "", state: str | None = None, limit: int = 1000
+    ) -> shown.Overview:
+        """Return how budgets, lanes, what waits, and relays stand, all of it at one moment.
+
+        What is read is bounded by ``limit``: budgets by name, and of what is parked or in
+        quarantine a tenth of that.
+
+        :param containing: only what has this in its name or an id, in whatever case.
+        :param state: only budgets that are ``open``, ``draining`` or ``closed``.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of budgets is an integer from 1 on, not {limit!r}")
+        return shown.overview(self.store, self.settings, containing, state, limit)
+
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""
         return shown.relays(self.store, self.settings)
@@ -194,8 +212,27 @@ class Views:
         return shown.reconcile(self.store, self.settings)
 
     def explain(self, some_id: str) -> list[shown.Story]:
-        """Return the life of the requests with this task id, request id or reservation id."""
+        """Return the life of the requests that an id means, the oldest first.
+
+        That of a task, a request or a reservation; of a message of the outbox, of what is parked or
+        in quarantine.
+        """
         return shown.explain(self.store, self.settings, some_id)
+
+    def explain_budget(
+        self, name: str, limit: int = 20, amount: int | None = None
+    ) -> shown.BudgetStory:
+        """Return what a budget is spent on and held by, what will free it, what waits for it.
+
+        :param limit: how many holds, and how many requests that wait, are listed: the largest
+            holds, and those whose turn is next. Counts are exact.
+        :param amount: tell as well what a new request of so much would meet.
+        :raises UnknownBudget: where there is no such budget.
+        :raises InvalidBudget: for a template.
+        """
+        if type(limit) is not int or limit < 1:
+            raise InvalidAmount(f"a number of holds is an integer from 1 on, not {limit!r}")
+        return shown.explain_budget(self.store, self.settings, name, limit, amount)
 
 
 def _instant(name: str, given: Any) -> tuple[int | None, int | None]:

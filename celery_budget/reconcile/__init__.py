@@ -5,9 +5,20 @@ Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
+from celery_budget.reconcile.following import Next
+from celery_budget.reconcile.holdings import (
+    Asking,
+    BudgetStory,
+    HeldWindow,
+    Hold,
+    RefusedFor,
+    Waiting,
+    explain_budget,
+)
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
-from celery_budget.reconcile.lanes import LaneStanding, lane_standings
+from celery_budget.reconcile.lanes import LaneStanding, TenantShare, lane_standings
+from celery_budget.reconcile.overview import BudgetSeen, Overview, overview
 from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
 from celery_budget.reconcile.reports import Asked, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
@@ -38,17 +49,25 @@ from celery_budget.reconcile.waiting import (
 __all__ = [
     "Amounts",
     "Asked",
+    "Asking",
+    "BudgetSeen",
+    "BudgetStory",
     "Day",
     "Drift",
     "Entry",
     "Grant",
     "Group",
+    "HeldWindow",
+    "Hold",
     "LaneStanding",
+    "Next",
+    "Overview",
     "ParkedRequest",
     "Quarantined",
     "Queued",
     "Reconciliation",
     "Refusals",
+    "RefusedFor",
     "RelaySeen",
     "Report",
     "Spread",
@@ -56,10 +75,13 @@ __all__ = [
     "Story",
     "Suggestion",
     "Template",
+    "TenantShare",
+    "Waiting",
     "balance_as_dict",
     "budget_as_dict",
     "change_as_dict",
     "explain",
+    "explain_budget",
     "find_parked",
     "find_quarantined",
     "fold",
@@ -67,6 +89,7 @@ __all__ = [
     "journal",
     "lane_as_dict",
     "lane_standings",
+    "overview",
     "parked",
     "quarantine_is_full",
     "quarantined",

@@ -12,7 +12,15 @@ from celery_budget.core.retries import TRACEBACK
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, quarantine
 
-__all__ = ["Quarantined", "find_quarantined", "is_full", "of_request", "quarantined"]
+__all__ = [
+    "Quarantined",
+    "find_quarantined",
+    "is_full",
+    "of_request",
+    "quarantined",
+    "quarantined_in",
+    "shown",
+]
 
 #: Reads of a message's envelope how its task's arguments are written, positional ones and others.
 Arguments = Callable[[str], tuple[str | None, str | None]]
@@ -60,8 +68,14 @@ class Quarantined:
 
 def quarantined(store: Store, settings: Settings, limit: int) -> list[Quarantined]:
     """Return what is in quarantine, the last first."""
-    rows = store.read(quarantine.listed, settings.root, limit)
-    return [_shown(row) for row in rows]
+    return store.read(quarantined_in, settings.root, limit)
+
+
+def quarantined_in(
+    connection: Connection, root: str, limit: int, containing: str = ""
+) -> list[Quarantined]:
+    """As :func:`quarantined`; only what has a text in a name or an id, where one is given."""
+    return [shown(row) for row in quarantine.listed(connection, root, limit, containing)]
 
 
 def is_full(store: Store, settings: Settings) -> bool:
@@ -75,17 +89,21 @@ def find_quarantined(
 ) -> Quarantined | None:
     """Return what has this id in quarantine, or the last one of the task with this id."""
     row = store.read(quarantine.find, settings.root, some_id)
-    return None if row is None else _shown(row, read)
+    return None if row is None else shown(row, read)
 
 
 def of_request(
     connection: Connection, root: str, task_id: str, reservation_id: uuid.UUID
 ) -> list[Quarantined]:
     """Return what a request has in quarantine, the first first."""
-    return [_shown(row) for row in quarantine.of_request(connection, root, task_id, reservation_id)]
+    return [shown(row) for row in quarantine.of_request(connection, root, task_id, reservation_id)]
 
 
-def _shown(row: quarantine.Row, read: Arguments = lambda envelope: (None, None)) -> Quarantined:
+def shown(row: quarantine.Row, read: Arguments = lambda envelope: (None, None)) -> Quarantined:
+    """Return what a row of the quarantine shows.
+
+    :param read: reads the arguments of its envelope, where that is among what was read of it.
+    """
     values = {**row._mapping, "quarantine_id": str(row.quarantine_id)}
     envelope = values.pop("envelope", None)
     args, kwargs = (None, None) if envelope is None else read(envelope)

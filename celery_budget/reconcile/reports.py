@@ -30,7 +30,7 @@ from celery_budget.store.figures import Asked
 from celery_budget.store.relays import Seen
 from celery_budget.store.windows import read_now
 
-__all__ = ["Asked", "RelaySeen", "Report", "relays", "report"]
+__all__ = ["Asked", "RelaySeen", "Report", "relays", "relays_in", "report"]
 
 
 #: All that was ever admitted.
@@ -192,7 +192,7 @@ def _report(
         balances,
         total.counts(parked),
         drifts(sums.by_estimator, settings.drift_ceilings),
-        _relays(connection, root),
+        relays_in(connection, root),
         reports.open_work(connection, root),
         reports.overdue_us(connection, root) // 1_000_000,
         asked.since_us,
@@ -367,10 +367,11 @@ def _fullest(balances: tuple[Balance, ...]) -> list[str]:
 
 def relays(store: Store, settings: Settings) -> tuple[RelaySeen, ...]:
     """Return the relays that run, and those that ended without a word in the last hour."""
-    return store.read(_relays, settings.root)
+    return store.read(relays_in, settings.root)
 
 
-def _relays(connection: Connection, root: str) -> tuple[RelaySeen, ...]:
+def relays_in(connection: Connection, root: str) -> tuple[RelaySeen, ...]:
+    """As :func:`relays`."""
     return tuple(map(_relay, relay_rows.seen(connection, root)))
 
 

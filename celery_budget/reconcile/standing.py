@@ -17,7 +17,17 @@ from celery_budget.store import grants as stored_grants
 from celery_budget.store import journal as stored_journal
 from celery_budget.store.windows import read_now
 
-__all__ = ["Entry", "Grant", "Standing", "Template", "grants", "journal", "standing", "templates"]
+__all__ = [
+    "Entry",
+    "Grant",
+    "Standing",
+    "Template",
+    "grants",
+    "journal",
+    "stand",
+    "standing",
+    "templates",
+]
 
 
 @dataclass(frozen=True)
@@ -142,10 +152,29 @@ def _standing(connection: Connection, root: str, name: str) -> Standing | Templa
     budget = budgets.budget_of(row)
     if is_template(name):
         return Template(budget, row.state, budgets.made_from(connection, root).get(name, 0))
+    return _standing_of(connection, root, row, budget)[0]
+
+
+def stand(connection: Connection, root: str, name: str) -> tuple[Standing, dict[str, int | None]]:
+    """Return how a budget stands, and what it and each budget above it leave to new work.
+
+    :raises UnknownBudget: where there is none.
+    """
+    row = next(iter(budgets.rows_of(connection, root, [check_name(name)])), None)
+    if row is None:
+        raise UnknownBudget(name)
+    return _standing_of(connection, root, row, budgets.budget_of(row))
+
+
+def _standing_of(
+    connection: Connection, root: str, row: Any, budget: Budget
+) -> tuple[Standing, dict[str, int | None]]:
+    name = budget.name
     known = levels.levels_of(connection, root, [name])
+    rooms = list(_rooms(known, name))
     way = [budgets.balance(connection, root, level.budget) for level in chain(known, name)]
-    room, room_of = min(_rooms(known, name), key=lambda one: one[0], default=(None, None))
-    return Standing(
+    room, room_of = min(rooms, key=lambda one: one[0], default=(None, None))
+    standing = Standing(
         budget,
         way[0],
         row.template,
@@ -155,6 +184,8 @@ def _standing(connection: Connection, root: str, name: str) -> Standing | Templa
         room,
         room_of,
     )
+    left = {of: room for room, of in rooms}
+    return standing, {level.budget: left.get(level.budget) for level in chain(known, name)}
 
 
 def _rooms(known: Mapping[str, Level], name: str) -> Iterator[tuple[int, str]]:

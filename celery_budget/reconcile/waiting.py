@@ -8,7 +8,7 @@ from typing import Any
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, queues
 
-__all__ = ["ParkedRequest", "Queued", "find_parked", "parked", "queued", "queued_in"]
+__all__ = ["ParkedRequest", "Queued", "find_parked", "parked", "parked_in", "queued", "queued_in"]
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,18 @@ class Queued:
         return asdict(self)
 
 
-def parked(store: Store, settings: Settings, limit: int) -> list[ParkedRequest]:
-    """Return what is parked, budget by budget, in the order in which it is served."""
-    return [_shown(row) for row in store.read(queues.listed, settings.root, limit)]
+def parked(
+    store: Store, settings: Settings, limit: int, budget: str | None = None
+) -> list[ParkedRequest]:
+    """Return what is parked, budget by budget or for one, in the order in which it is served."""
+    return store.read(parked_in, settings.root, limit, budget)
+
+
+def parked_in(
+    connection: Connection, root: str, limit: int, budget: str | None = None, containing: str = ""
+) -> list[ParkedRequest]:
+    """As :func:`parked`; only what has a text in a name or an id, where one is given."""
+    return [_shown(row) for row in queues.listed(connection, root, limit, budget, containing)]
 
 
 def find_parked(store: Store, settings: Settings, some_id: str) -> ParkedRequest | None:

@@ -19,6 +19,7 @@ __all__ = [
     "changes_table",
     "journal_table",
     "ratio",
+    "standing_facts",
     "standing_view",
     "tree",
 ]
@@ -137,13 +138,18 @@ def _period(budget: Budget) -> str:
 def standing_view(standing: Standing | Template) -> RenderableType:
     """One budget or template in full: its terms, all above it, its grants."""
     if isinstance(standing, Template):
-        return facts(_template_facts(standing))
-    parts: list[RenderableType] = [facts(_facts(standing)), Text()]
+        return facts(standing_facts(standing))
+    parts: list[RenderableType] = [facts(standing_facts(standing)), Text()]
     # From the top, as in the list of all budgets.
     parts.append(balances_table([*reversed(standing.above), standing.balance]))
     if standing.grants:
         parts += [Text(), _grants_table(standing.grants)]
     return Group(*parts)
+
+
+def standing_facts(standing: Standing | Template) -> dict[str, str | None]:
+    """Return a budget's or a template's terms in words, by name; none for what it does not have."""
+    return _template_facts(standing) if isinstance(standing, Template) else _facts(standing)
 
 
 def _template_facts(template: Template) -> dict[str, str | None]:

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from celery_budget.core.lanes import Lane, Load
-from celery_budget.reconcile import LaneStanding
-from celery_budget.render.text import facts, literal, number, table_of
+from celery_budget.reconcile import LaneStanding, TenantShare
+from celery_budget.render.text import facts, literal, moment, number, table_of
 
 __all__ = ["lane_view", "lanes_table"]
 
@@ -74,6 +74,7 @@ def lane_view(one: LaneStanding) -> RenderableType:
     }
     return Group(
         lanes_table([one]),
+        *([Text(), _shares_table(one.shares)] if one.shares else []),
         Text(),
         facts(
             {
@@ -86,6 +87,26 @@ def lane_view(one: LaneStanding) -> RenderableType:
             }
         ),
     )
+
+
+def _shares_table(shares: Sequence[TenantShare]) -> RenderableType:
+    """Who shares a lane: whose turn comes next, and what each has had."""
+    rows: list[list[Text | str]] = [
+        [
+            "-" if one.turn is None else number(one.turn),
+            literal(one.tenant),
+            literal(one.above or ""),
+            number(one.weight),
+            _load(one.waiting),
+            f"{one.oldest_seconds:,.0f} s" if one.waiting.jobs else "-",
+            number(one.ahead),
+            "-" if one.served_us is None else moment(one.served_us),
+        ]
+        for one in shares
+    ]
+    columns = ["turn", "tenant", "below", "weight", "waiting", "oldest wait", "ahead", "served"]
+    numbers = ["turn", "weight", "waiting", "oldest wait", "ahead", "served"]
+    return table_of(columns, rows, numbers=numbers)
 
 
 def _limit(lane: Lane, key: str) -> str:

@@ -1,36 +1,25 @@
-"""The life of one request for people: facts, amounts, and what happened when."""
+"""The life of one request for people: facts, amounts, what happened when, and what comes next."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from celery_budget.reconcile import Story
 from celery_budget.render.grids import MEANING
-from celery_budget.render.text import facts, literal, moment, number, printable, table_of
+from celery_budget.render.text import facts, literal, moment, number, table_of
+from celery_budget.render.timeline import events_of
 
-__all__ = ["stories_view"]
+__all__ = ["facts_of", "next_table", "stories_view"]
 
 Row = dict[str, Any]
 
-#: Why a request ends that waited too long for its budget; and within what its row is written.
-_GIVEN_UP = "park_expired"
-_SECOND_US = 1_000_000
-
 _FLAGS = ("over", "unmetered", "unreserved")
-
-#: What comes first of events at the same moment: a store's clock may be coarse.
-_ADMITTED, _SENT, _STARTED, _USED, _RETURNED, _ENDED, _LATE = range(7)
-
-
-class _Event(NamedTuple):
-    at_us: int
-    rank: int
-    what: str
+_AMOUNTS = ("estimate", "reserved", "used", "settled")
 
 
 def stories_view(stories: Sequence[Story]) -> RenderableType:
@@ -42,124 +31,174 @@ def stories_view(stories: Sequence[Story]) -> RenderableType:
 
 
 def _view(story: Story) -> RenderableType:
-    parts: list[RenderableType] = [_facts(story.reservation)]
+    parts: list[RenderableType] = [facts(facts_of(story))]
     if story.lines:
         parts += [Text(), _amounts(story.lines)]
-    events = sorted(_events(story), key=lambda event: event[:2])
+    if story.changes:
+        parts += [Text(), _changes(story.changes)]
+    if story.folded:
+        parts += [literal(f"older changes of {', '.join(story.folded)} are folded and gone", "dim")]
+    events = events_of(story)
     if events:
         rows = [(moment(event.at_us), literal(event.what)) for event in events]
         parts += [Text(), table_of(["when", "what"], rows, numbers=["when"])]
+    if story.next:
+        parts += [Text(), next_table([(one.at_us, one.what) for one in story.next])]
+    if story.children or story.followers or story.steps:
+        parts += [Text(), _followed(story)]
+    if story.refusals:
+        parts += [Text(), _refusals(story.refusals)]
     return Group(*parts)
 
 
-def _facts(told: Row) -> RenderableType:
-    """What does not change, the state, and what the request waits for."""
+def next_table(steps: Iterable[tuple[int | None, str]]) -> RenderableType:
+    """What comes next, and when: without a time what is no matter of time."""
+    rows = [("" if at_us is None else moment(at_us), literal(what)) for at_us, what in steps]
+    return table_of(["by", "next"], rows, numbers=["by"])
+
+
+def facts_of(story: Story) -> dict[str, str | None]:
+    """Return what does not change, the state, and what the request waits for; none for nothing."""
+    return dict(_facts(story))
+
+
+def _facts(story: Story) -> Iterator[tuple[str, str | None]]:
+    told = story.reservation
     task, task_id, reason = told["task_name"], told.get("task_id"), told.get("reason")
-    known: dict[str, str | None] = {
-        "task": f"{task}[{task_id}]" if task_id else task,
-        "state": f"{told['state']}: {reason}" if reason else told["state"],
-        "owner": told["owner"],
-        "request": told.get("request_id"),
-        "reservation": told.get("reservation_id"),
-        "parent": told.get("parent_id"),
-        "stage": told.get("stage"),
-        "lane": told.get("lane"),
-    }
+    yield "task", f"{task}[{task_id}]" if task_id else task
+    yield "state", f"{told['state']}: {reason}" if reason else told["state"]
+    for name, key in (
+        ("owner", "owner"),
+        ("request", "request_id"),
+        ("reservation", "reservation_id"),
+    ):
+        yield name, told.get(key)
+    yield "parent", _kin(story.parent) if story.parent else told.get("parent_id")
+    yield "stage", told.get("stage")
+    yield "lane", told.get("lane")
+    if told.get("step") is not None:
+        yield "plan", f"step {told['step'] + 1} of plan {told['plan_id']}"
+    for message in story.messages:
+        if message.get("tenant") is not None:
+            yield "share", f"{number(message['weight'])} units, of tenant {message['tenant']}"
     if "estimator" in told:
-        known["estimator"] = f"{told['estimator']} version {told['estimator_version']}"
+        yield "estimator", f"{told['estimator']} version {told['estimator_version']}"
     if told.get("shadows"):
         answers = json.loads(told["shadows"])
-        known["shadows"] = ", ".join(f"{name}: {number(answers[name])}" for name in sorted(answers))
-    known["prices"] = told.get("prices")
-    if "reservation_id" in told and told.get("deadline_us") is not None:
-        known["deadline"] = moment(told["deadline_us"])
-    known["flags"] = "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
+        yield "shadows", ", ".join(f"{name}: {number(answers[name])}" for name in sorted(answers))
+    yield "prices", told.get("prices")
+    # Of what is parked the one is when it is given up.
+    deadline = told.get("request_deadline_us" if told["state"] == "parked" else "deadline_us")
+    yield "deadline", None if deadline is None else moment(deadline)
+    yield "flags", "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
+    yield from _waits(story)
+    for one in story.reused:
+        yield "reused", f"by calls of {one['owner']}, until {moment(one['until_us'])} at the least"
+
+
+def _waits(story: Story) -> Iterator[tuple[str, str | None]]:
+    told = story.reservation
+    if told.get("parked_us") is not None:
+        seconds = (told["unparked_us"] - told["parked_us"]) / 1_000_000
+        yield "waited", f"{seconds:,.3f} s for budget {told['parked_budget']}"
+    if told["state"] == "refused":
+        yield "refused", _refused(told)
     for parked in told.get("parked") or ([told] if told["state"] == "parked" else []):
-        known["waits"] = (
+        since = (
             f"for {number(parked['amount'])} of budget {parked['budget']} since "
-            f"{moment(parked['created_us'])}, "
-            f"given up at {moment(parked['deadline_us'])}"
+            f"{moment(parked['created_us'])}, given up at {moment(parked['deadline_us'])}"
         )
+        yield "waits", since
     for isolated in told.get("quarantine") or []:
-        known["quarantine"] = (
+        why = (
             f"{isolated['reason']} since {moment(isolated['quarantined_us'])} "
             f"({isolated['quarantine_id']}): {isolated['error']}"
         )
-    return facts(known)
+        yield "quarantine", why
 
 
-def _amounts(lines: Iterable[Row]) -> RenderableType:
-    columns = ("estimate", "reserved", "used", "settled")
+def _amounts(lines: Sequence[Row]) -> RenderableType:
+    units = any(line.get("unit") for line in lines)
+    windows = any(line.get("window_us") for line in lines)
+    extended = any(line.get("extended") for line in lines)
+    amounts = [*_AMOUNTS[:1], *(["extended"] if extended else []), *_AMOUNTS[1:]]
     rows: list[list[Text | str]] = [
-        [literal(line["budget"]), *(number(line[column]) for column in columns)] for line in lines
+        [
+            literal(line["budget"]),
+            *([literal(line.get("unit") or "")] if units else []),
+            *([_window(line)] if windows else []),
+            *(number(line[column]) for column in amounts),
+        ]
+        for line in lines
     ]
-    return table_of(["budget", *columns], rows, numbers=columns)
+    columns = [
+        "budget",
+        *(["unit"] if units else []),
+        *(["window"] if windows else []),
+        *amounts,
+    ]
+    return table_of(columns, rows, numbers=amounts)
 
 
-def _events(story: Story) -> Iterator[_Event]:
-    told = story.reservation
-    if _was_never_admitted(story):
-        yield _Event(told["ended_us"], _ENDED, "given up: it waited too long for budget")
-    elif "reservation_id" in told:
-        yield _Event(told["created_us"], _ADMITTED, "admitted")
-        if told["cancelled_us"] is not None:
-            yield _Event(told["cancelled_us"], _USED, "cancelled while it ran")
-        if told["ended_us"] is not None:
-            # One transaction ends the request and its attempt, and the clock moves in it.
-            ends = [attempt["ended_us"] or 0 for attempt in story.attempts]
-            yield _Event(max(told["ended_us"], *ends, 0), _ENDED, told["state"])
-    for message in story.messages:
-        yield _message_event(message)
-    for attempt in story.attempts:
-        yield from _attempt_events(attempt)
-    for record in story.usage:
-        what = f"attempt {record['attempt']} used {number(record['amount'])} ({record['key']})"
-        if record["late"]:
-            yield _Event(record["recorded_us"], _LATE, f"{what}, after the request had ended")
-        else:
-            yield _Event(record["recorded_us"], _USED, what)
-    for effect in story.effects:
-        what = f"attempt {effect['attempt']} had effect {effect['key']}"
-        yield _Event(effect["created_us"], _USED, what)
+def _window(row: Row) -> str:
+    return moment(row["window_us"]) if row.get("window_us") else "-"
 
 
-def _was_never_admitted(story: Story) -> bool:
-    """Whether a request was parked until it was given up: it is written where it ends."""
-    told = story.reservation
-    if story.attempts or (told["state"], told.get("reason")) != ("released", _GIVEN_UP):
-        return False
-    return bool(told["ended_us"] - told["created_us"] < _SECOND_US)
+def _changes(changes: Sequence[Row]) -> RenderableType:
+    """What a request did to balances: each before and after."""
+    windows = len({(one["budget"], one["window_us"]) for one in changes}) > len(
+        {one["budget"] for one in changes}
+    )
+    rows: list[list[Text | str]] = [
+        [
+            literal(one["what"]),
+            literal(one["budget"]),
+            *([_window(one)] if windows else []),
+            _before_after(one, "reserved"),
+            _before_after(one, "spent"),
+            moment(one["at_us"]),
+        ]
+        for one in changes
+    ]
+    columns = ["change", "budget", *(["window"] if windows else []), "reserved", "spent", "at"]
+    return table_of(columns, rows, numbers=["at", "reserved", "spent"])
 
 
-def _message_event(message: Row) -> _Event:
-    at_us = message["created_us"]
-    if message["published_us"] is not None:
-        at_us = message["published_us"]
-        what = f"published to {message['queue'] or 'its exchange'}"
-        if message["publishes"] > 1:
-            what += f", {number(message['publishes'])} times so far"
-    elif message["state"] == "held":
-        lane = printable(str(message["lane"]))
-        what = f"message held by lane {lane}, due at {moment(message['due_us'])}"
-    elif message["state"] == "blocked":
-        what = f"message held back until attempt {message['after_attempt']} ends"
-    else:
-        what = f"message due at {moment(message['due_us'])}"
-    if message["last_error"]:
-        what += f"; publishing failed, last with: {message['last_error']}"
-    return _Event(at_us, _SENT, what)
+def _before_after(change: Row, name: str) -> str:
+    after = change[f"{name}_after"]
+    before = after - change[name]
+    return number(after) if before == after else f"{number(before)} -> {number(after)}"
 
 
-def _attempt_events(attempt: Row) -> Iterator[_Event]:
-    name, lease_us = f"attempt {attempt['attempt']}", attempt["lease_until_us"]
-    started = f"{name} started on {attempt['worker']}"
-    if attempt["ended_us"] is None:
-        held = "" if lease_us is None else f", lease until {moment(lease_us)}"
-        yield _Event(attempt["started_us"], _STARTED, started + held)
-    else:
-        yield _Event(attempt["started_us"], _STARTED, started)
-        left = "" if lease_us is None else ", not closed yet"
-        if attempt["outcome"] == "uncertain" and attempt["inquires"]:
-            left = f", its task was asked {number(attempt['replays'])} times what became of it"
-            left += "" if lease_us is None else f", and is again at {moment(lease_us)}"
-        yield _Event(attempt["ended_us"], _RETURNED, f"{name} {attempt['outcome']}{left}")
+def _kin(one: Row) -> str:
+    return f"{one['task_name']}[{one['task_id']}], {one['state']}, {one['reservation_id']}"
+
+
+def _followed(story: Story) -> RenderableType:
+    rows: list[list[Text | str]] = [
+        [literal(f"{one['task_name']}[{one['task_id']}]"), one["state"], one["reservation_id"]]
+        for one in (*story.children, *story.steps)
+    ]
+    rows += [
+        [literal(f"{one['task_name']}[{one['task_id']}]"), f"{one['state']}, no budget", "-"]
+        for one in story.followers
+    ]
+    more = story.followed - len(story.children)
+    if more > 0:
+        rows.append([f"and {number(more)} more", "", ""])
+    return table_of(["followed by", "state", "reservation"], rows)
+
+
+def _refusals(refusals: Sequence[Row]) -> RenderableType:
+    rows = [(moment(one["refused_us"]), literal(_refused(one))) for one in refusals]
+    return table_of(["when", "refused before, of this task (a sample)"], rows, numbers=["when"])
+
+
+def _refused(one: Row) -> str:
+    told = f"budget {one['budget']}: {one['reason']}, {number(one['requested'])} requested"
+    if one["reserved"] is None:
+        return told
+    return (
+        f"{told}, {number(one['reserved'])} reserved and {number(one['spent'])} spent of "
+        f"{number(one['limit_amount'])}"
+    )

@@ -55,6 +55,7 @@ from celery_budget.store.reservations import (
     start,
 )
 from celery_budget.store.schema import attempts, now_us, of_reservation, reservations
+from celery_budget.store.schema import outbox as messages
 
 __all__ = [
     "NOBODY",
@@ -226,26 +227,50 @@ def _write_claim(
     lease_us: int,
     **more: Any,
 ) -> None:
-    """Write the next attempt of a reservation whose row the caller holds."""
+    """Write the next attempt of a reservation whose row the caller holds.
+
+    With what is known of the message that started it, which goes with the attempt's end.
+    """
+    values: dict[str, Any] = {
+        "root": row.root,
+        "reservation_id": row.reservation_id,
+        "attempt": row.attempts + 1,
+        "claim_id": claim_id,
+        "retries": row.retries,
+        "worker": delivery.worker,
+        "boot_id": delivery.boot_id,
+        "pid": delivery.pid,
+        "late_ack": delivery.late_ack,
+        "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
+        "inquires": delivery.inquires,
+        "started_us": now_us(),
+        "lease_until_us": now_us() + lease_us,
+        "replays": 0,
+        **more,
+    }
+    seen = ("queue", "publishes", "published_us")
+    one = sa.select(sa.literal(1).label("one")).subquery()
+    mine = sa.and_(
+        messages.c.root == row.root,
+        messages.c.reservation_id == row.reservation_id,
+        messages.c.retries == row.retries,
+    )
     connection.execute(
-        attempts.insert().values(
-            root=row.root,
-            reservation_id=row.reservation_id,
-            attempt=row.attempts + 1,
-            claim_id=claim_id,
-            retries=row.retries,
-            worker=delivery.worker,
-            boot_id=delivery.boot_id,
-            pid=delivery.pid,
-            late_ack=delivery.late_ack,
-            rerun=delivery.late_ack if delivery.rerun is None else delivery.rerun,
-            inquires=delivery.inquires,
-            started_us=now_us(),
-            lease_until_us=now_us() + lease_us,
-            replays=0,
-            **more,
+        attempts.insert().from_select(
+            [*values, *seen],
+            sa.select(
+                *(_given(name, value) for name, value in values.items()),
+                *(messages.c[name] for name in seen),
+            ).select_from(one.outerjoin(messages, mine)),
         )
     )
+
+
+def _given(name: str, value: Any) -> sa.ColumnElement[Any]:
+    """Return a value of a column as it is selected."""
+    if isinstance(value, sa.ColumnElement):
+        return value
+    return sa.cast(sa.literal(value, attempts.c[name].type), attempts.c[name].type)
 
 
 def _elapsed_us(connection: Connection, row: sa.Row[Any], retries: Retries | None) -> int:
@@ -604,7 +629,11 @@ def write_end(
 
     The error of one that is retried stays until the next one is claimed.
     """
-    values: dict[str, Any] = {"ended_us": now_us(), "outcome": outcome.kind}
+    values: dict[str, Any] = {
+        "ended_us": now_us(),
+        "outcome": outcome.kind,
+        "error": outcome.error,
+    }
     if is_open or outcome.kind == "retried":
         values["payload"] = outcome.payload
     if not is_open:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.budgets import (
+    WILDCARD,
     Balance,
     Budget,
     Limit,
@@ -42,6 +43,7 @@ __all__ = [
     "open_budgets",
     "reopen",
     "rows_of",
+    "some_of",
 ]
 
 
@@ -241,6 +243,33 @@ def balances_of(connection: Connection, root: str) -> list[Balance]:
         _balance(row, limits_in_force(known, row.name)[row.name][0], now)
         for row in rows
         if not is_template(row.name)
+    ]
+
+
+def some_of(
+    connection: Connection, root: str, limit: int, containing: str = "", state: str | None = None
+) -> list[tuple[Budget, Balance]]:
+    """Return budgets as they are declared with their balances, by name, at most ``limit``.
+
+    What is read grows with that, not with how many there are. Locks nothing.
+
+    :param containing: only those with this in their name, in whatever case.
+    :param state: only those in this state.
+    """
+    wanted = sa.select(budgets.c.name).where(
+        budgets.c.root == root, ~budgets.c.name.contains(WILDCARD, autoescape=True)
+    )
+    if containing:
+        wanted = wanted.where(budgets.c.name.icontains(containing, autoescape=True))
+    if state is not None:
+        wanted = wanted.where(budgets.c.state == state)
+    names = list(connection.execute(wanted.order_by(budgets.c.name).limit(limit)).scalars())
+    rows = {row.name: row for row in levels.rows_above(connection, root, names)}
+    known = {name: levels.level(row) for name, row in rows.items()}
+    now = windows.read_now(connection)
+    return [
+        (budget_of(rows[name]), _balance(rows[name], limits_in_force(known, name)[name][0], now))
+        for name in names
     ]
 
 

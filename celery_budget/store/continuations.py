@@ -397,6 +397,7 @@ def try_parked(
     if isinstance(refused, Refused):
         parked.requeue(connection, row, refused)
         return refused
+    parked.note_waited(connection, row)
     parked.unpark(connection, root, parked_id)
     return True
 
@@ -449,6 +450,8 @@ def cancel(
         if waits is not None and row.state != "running":
             held = parked.lock_parked(connection, root, waits, wait=True)
             message = message if held is None else outbox.message_of(held)
+            if held is not None:
+                parked.note_waited(connection, held)
             parked.unpark(connection, root, waits)
         released = release(connection, root, row.reservation_id, CANCELLED)
         if isinstance(released, Running):
@@ -465,6 +468,7 @@ def cancel(
         return cancel(connection, root, task_id, last)
     parked.unpark(connection, root, request.parked_id)
     _never_admitted(connection, parked.request_of(request), CANCELLED)
+    parked.note_waited(connection, request)
     _publish_last(connection, root, outbox.message_of(request), last)
     return Released(task_id, "released")
 
@@ -580,6 +584,7 @@ def give_up(
         _never_admitted(connection, request, reason)
     elif isinstance(release(connection, root, reservation_id, reason), Released):
         untold.note(connection, root, row.task_id, reason, reservation_id)
+    parked.note_waited(connection, row)
     return GivenUp(
         row.task_id,
         row.task_name,

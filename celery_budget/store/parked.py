@@ -41,6 +41,7 @@ __all__ = [
     "is_held_back",
     "lock_parked",
     "look_anew",
+    "note_waited",
     "of_task",
     "over",
     "park",
@@ -318,6 +319,30 @@ def unpark(connection: Connection, root: str, parked_id: uuid.UUID) -> None:
     """Delete a parked row: it was admitted, or its time is over."""
     connection.execute(
         parked.delete().where(parked.c.root == root, parked.c.parked_id == parked_id)
+    )
+
+
+def note_waited(connection: Connection, row: sa.Row[Any]) -> None:
+    """Note with its reservation that a parked row has waited until now, for what, and why.
+
+    The last time it did. The caller holds the row and the reservation's, which may be of this very
+    transaction; of a request that was never admitted, and leaves none, nothing is noted.
+    """
+    reservation_id = row.reservation_id
+    if reservation_id is None:
+        reservation_id = request_of(row).reservation_id
+    connection.execute(
+        reservations.update()
+        .where(
+            reservations.c.root == row.root,
+            reservations.c.reservation_id == reservation_id,
+        )
+        .values(
+            parked_us=row.created_us,
+            unparked_us=now_us(),
+            parked_budget=row.budget,
+            parked_reason=row.reason,
+        )
     )
 
 

@@ -311,12 +311,17 @@ def _note(connection: Connection, row: sa.Row[Any], what: str) -> None:
     )
 
 
-def listed(connection: Connection, root: str, limit: int) -> list[Row]:
-    """Return what is in quarantine, the last first. Locks nothing."""
+def listed(connection: Connection, root: str, limit: int, containing: str = "") -> list[Row]:
+    """Return what is in quarantine, the last first. Locks nothing.
+
+    :param containing: only what has this in a name or an id, in whatever case.
+    """
+    named = (quarantine.c.task_name, quarantine.c.task_id, quarantine.c.queue, quarantine.c.reason)
+    found = [one.icontains(containing, autoescape=True) for one in named] if containing else []
     return list(
         connection.execute(
             _shown()
-            .where(quarantine.c.root == root)
+            .where(quarantine.c.root == root, *([sa.or_(*found)] if found else []))
             .order_by(quarantine.c.quarantine_id.desc())
             .limit(limit)
         )

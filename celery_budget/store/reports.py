@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,7 +13,6 @@ from celery_budget.store.schema import (
     adjustments,
     attempts,
     balances,
-    effects,
     exact_sum,
     instant,
     journal,
@@ -28,8 +26,6 @@ from celery_budget.store.schema import (
 )
 
 __all__ = [
-    "find_parked",
-    "find_reservations",
     "mismatched_balances",
     "mismatched_journals",
     "mismatched_lines",
@@ -38,7 +34,6 @@ __all__ = [
     "orphaned_lines",
     "overdue_us",
     "same_reservation",
-    "story",
     "total",
     "unreachable",
 ]
@@ -332,85 +327,3 @@ def overdue_us(connection: Connection, root: str) -> int:
         )
     ).scalar()
     return int(oldest or 0)
-
-
-def find_reservations(connection: Connection, root: str, some_id: str) -> Rows:
-    """Return the reservations with this task id, request id or reservation id, oldest first."""
-    conditions = [reservations.c.task_id == some_id, reservations.c.request_id == some_id]
-    reservation_id = _as_uuid(some_id)
-    if reservation_id is not None:
-        conditions.append(reservations.c.reservation_id == reservation_id)
-    return list(
-        connection.execute(
-            sa.select(reservations)
-            .where(reservations.c.root == root, sa.or_(*conditions))
-            .order_by(reservations.c.created_us, reservations.c.nesting)
-        )
-    )
-
-
-def _as_uuid(text: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        return None
-
-
-def find_parked(connection: Connection, root: str, some_id: str) -> Rows:
-    """Return the parked work of this task id or request id."""
-    return list(
-        connection.execute(
-            sa.select(
-                parked.c.parked_id,
-                parked.c.owner,
-                parked.c.task_id,
-                parked.c.request_id,
-                parked.c.task_name,
-                parked.c.created_us,
-                parked.c.deadline_us,
-                parked.c.retries,
-                parked.c.budget,
-                parked.c.reason,
-                parked.c.amount,
-            ).where(
-                parked.c.root == root,
-                sa.or_(parked.c.task_id == some_id, parked.c.request_id == some_id),
-            )
-        )
-    )
-
-
-#: What tells nothing to people, or belongs to the store alone.
-_INTERNAL = (
-    "body",
-    "envelope",
-    "payload",
-    "root",
-    "stripe",
-    "claim_id",
-    "boot_id",
-    "taken_by",
-    "behind",
-)
-
-
-def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:
-    """Return everything that belongs to one reservation, by what it is."""
-
-    def rows(table: sa.Table, *order: str) -> Rows:
-        columns = [column for column in table.c if column.name not in _INTERNAL]
-        return list(
-            connection.execute(
-                sa.select(*columns)
-                .where(table.c.root == root, table.c.reservation_id == reservation_id)
-                .order_by(*(table.c[name] for name in order))
-            )
-        )
-
-    return {
-        "lines": rows(lines, "line"),
-        "messages": rows(outbox, "retries"),
-        "attempts": rows(attempts, "attempt"),
-        "usage": rows(usage, "recorded_us", "key"),
-        "effects": rows(effects, "created_us", "key"),
-    }

@@ -281,6 +281,13 @@ journal = Table(
     PrimaryKeyConstraint(
         "root", "budget", "window_us", "stripe", "entry", name="pk_budget_journal"
     ),
+    # What one request did to balances.
+    Index(
+        "ix_budget_journal_reservation",
+        "root",
+        "reservation_id",
+        **_when("reservation_id IS NOT NULL"),
+    ),
 )
 
 grants = Table(
@@ -360,6 +367,11 @@ reservations = Table(
     Column("deadline_us", BigInteger),
     # What other versions of its estimator would have promised, by their versions, as JSON.
     Column("shadows", Text),
+    # When it last waited for budget, parked, from when to when, for which one, and why.
+    Column("parked_us", BigInteger),
+    Column("unparked_us", BigInteger),
+    Column("parked_budget", String(255)),
+    Column("parked_reason", String(16)),
     # When its first message was due, where that was later than its admission.
     Column("due_us", BigInteger),
     # False for one that was given up while it was parked: it is only kept for its story.
@@ -382,20 +394,18 @@ reservations = Table(
     # What estimates are suggested by: the last of a stage.
     Index("ix_budget_reservations_measured", "root", "stage", "ended_us", **_when(IS_MEASURED)),
     Index("ix_budget_reservations_plan", "root", "plan_id", **_when("state = 'planned'")),
+    # What followed from one.
+    Index("ix_budget_reservations_parent", "root", "parent_id", **_when("parent_id IS NOT NULL")),
     Index("ix_budget_reservations_untallied", "root", "ended_us", **_when(IS_UNTALLIED)),
+    # Which were admitted when; on PostgreSQL by ranges of pages, which costs an admission next to
+    # nothing.
+    Index(
+        "ix_budget_reservations_created",
+        "created_us",
+        postgresql_using="brin",
+        postgresql_with={"autosummarize": True, "pages_per_range": 32},
+    ),
 )
-
-# Which were admitted when. On PostgreSQL by ranges of pages, which costs an admission next to
-# nothing, and a tree elsewhere.
-Index("ix_budget_reservations_created", reservations.c.root, reservations.c.created_us).ddl_if(
-    dialect="sqlite"
-)
-Index(
-    "ix_budget_reservations_admitted",
-    reservations.c.created_us,
-    postgresql_using="brin",
-    postgresql_with={"autosummarize": True, "pages_per_range": 32},
-).ddl_if(dialect="postgresql")
 
 lines = Table(
     "budget_lines",
@@ -453,6 +463,13 @@ attempts = Table(
     Column("rerun", Boolean, nullable=False, server_default=false()),
     # Whether its task can tell, or undo, what a lost attempt has done.
     Column("inquires", Boolean, nullable=False, server_default=false()),
+    # The name of what its call raised, of a known length, for whoever asks.
+    Column("error", String(255)),
+    # Of the message that started it, as it was seen then: where it was published, how often, and
+    # when for the last time, where that was known already.
+    Column("queue", Text),
+    Column("publishes", Integer),
+    Column("published_us", BigInteger),
     PrimaryKeyConstraint("root", "reservation_id", "attempt", name="pk_budget_attempts"),
     Index(
         "ix_budget_attempts_lease", "root", "lease_until_us", **_when("lease_until_us IS NOT NULL")

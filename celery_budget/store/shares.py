@@ -12,9 +12,12 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.shares import LANE, MOST_COUNTED, Account, Key, Shares
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
+    IS_HELD,
     budgets,
+    exact_sum,
     instant,
     lines,
+    outbox,
     reservations,
     share_returns,
     shares,
@@ -22,7 +25,7 @@ from celery_budget.store.schema import (
     wide_sum,
 )
 
-__all__ = ["FORGET_US", "give_back", "read", "take_back", "write"]
+__all__ = ["FORGET_US", "give_back", "read", "served", "take_back", "waiting", "write"]
 
 #: Who was not served for so long has had nothing: a day. That forgives what it was ahead by.
 FORGET_US = 86_400_000_000
@@ -64,6 +67,39 @@ def read(connection: Connection, root: str, lane: str, tenants: Iterable[str]) -
             Key(row.name, row.own): Account(row.finish, row.rest, row.floor) for row in found
         },
     )
+
+
+def waiting(connection: Connection, root: str, lane: str, limit: int) -> list[sa.Row[Any]]:
+    """Return the tenants that a lane holds most of: how much, and for how long it has been due.
+
+    Reads all that it holds. Locks nothing.
+    """
+    jobs = sa.func.count().label("jobs")
+    return list(
+        connection.execute(
+            sa.select(
+                outbox.c.tenant,
+                jobs,
+                exact_sum(outbox.c.weight).label("units"),
+                sa.func.max(instant() - outbox.c.due_us).label("oldest_us"),
+            )
+            .where(outbox.c.root == root, outbox.c.lane == lane, sa.text(IS_HELD))
+            .group_by(outbox.c.tenant)
+            .order_by(jobs.desc(), outbox.c.tenant)
+            .limit(limit)
+        )
+    )
+
+
+def served(connection: Connection, root: str, lane: str, limit: int) -> dict[Key, int]:
+    """Return who was served by a lane last, and when. Locks nothing."""
+    rows = connection.execute(
+        sa.select(shares.c.name, shares.c.own, shares.c.served_us)
+        .where(shares.c.root == root, shares.c.lane == lane, shares.c.name != LANE.name)
+        .order_by(shares.c.served_us.desc(), shares.c.name, shares.c.own)
+        .limit(limit)
+    )
+    return {Key(row.name, row.own): row.served_us for row in rows}
 
 
 def give_back(connection: Connection, message: sa.Row[Any]) -> None:

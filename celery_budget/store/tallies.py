@@ -275,16 +275,18 @@ def rebuild(connection: Connection, root: str, day: int) -> int:
         .with_for_update()
     ).all()
     kept, adding = _of_day(connection, root, day)
-    wrong = _wrong(kept, adding)
-    for key in sorted(wrong):
-        tally_id = kept[key][0] if key in kept else None
-        # In place where it is there: who waits for it finds it.
-        if tally_id == key.digest() and key in adding:
-            connection.execute(_CHANGE, [_changed(root, tally_id, adding[key])])
-            continue
-        mine = tallies.c.tally_id == (tally_id or key.digest())
-        connection.execute(tallies.delete().where(tallies.c.root == root, mine))
-        if key in adding:
+    wrong = sorted(_wrong(kept, adding))
+    # Changed in place where it is there: who waits for it finds it.
+    right = {key for key in wrong if key in kept and key in adding and _is_named(kept, key)}
+    gone = [kept[key][0] for key in wrong if key in kept and key not in right]
+    if gone:
+        connection.execute(
+            tallies.delete().where(tallies.c.root == root, tallies.c.tally_id.in_(gone))
+        )
+    for key in wrong:
+        if key in right:
+            connection.execute(_CHANGE, [_changed(root, key.digest(), adding[key])])
+        elif key in adding:
             connection.execute(tallies.insert(), [{"root": root, **_columns(key, adding[key])}])
     return len(wrong)
 
@@ -311,6 +313,10 @@ def _of_day(connection: Connection, root: str, day: int) -> tuple[_Kept, Tallies
         for key, figures in some.items():
             core.add(adding.setdefault(key, {}), figures)
     return kept, adding
+
+
+def _is_named(kept: _Kept, key: Key) -> bool:
+    return kept[key][0] == key.digest()
 
 
 def _wrong(kept: _Kept, adding: Tallies) -> set[Key]:

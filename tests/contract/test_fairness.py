@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from celery_budget import reconcile
 from celery_budget.core.shares import LANE, Account, Key
 from celery_budget.settings import Settings
 from celery_budget.store import (
@@ -384,3 +385,41 @@ def _rows_of(node: Any) -> int:
     return round(
         (node["Actual Rows"] + sum(node.get(name, 0) for name in dropped)) * node["Actual Loops"]
     )
+
+
+def test_how_tenants_stand_in_a_lane_is_shown(ledger: Ledger) -> None:
+    ledger.set("acme", 10_000)
+    ledger.set("acme/ann", 10_000, parent="acme")
+    ledger.set("initech", 10_000, weight=3)
+    lane(ledger, max_queued_jobs=4)
+    reserve(ledger, 4, budget="acme/ann")
+    reserve(ledger, 4, budget="initech")
+    last = reserve(ledger, 1, 30, budget="acme")
+    assert dispatch(ledger) == 4
+    [standing] = reconcile.lane_standings(ledger.store, ledger.settings, "llm")
+    told = {one.tenant: one for one in standing.shares}
+    assert {name: (one.above, one.weight) for name, one in told.items()} == {
+        "acme": ("acme", 1),
+        "acme/ann": ("acme", 1),
+        "initech": (None, 3),
+    }
+    held = {row.tenant: 0 for row in ledger.rows("outbox")}
+    for row in ledger.rows("outbox"):
+        held[row.tenant] += row.weight if row.state == "held" else 0
+    assert {name: one.waiting.units for name, one in told.items()} == held
+    assert sorted(one.turn for one in told.values() if one.turn) == [1, 2, 3]
+    # Who is furthest behind is first: what is let go next is of the first by turn.
+    first = min((one for one in told.values() if one.turn), key=lambda one: one.turn or 0)
+    before = served(ledger)
+    lane(ledger, max_queued_jobs=5)
+    assert dispatch(ledger) == 1
+    after = served(ledger)
+    assert [name for name in after if after[name] > before.get(name, 0)] == [first.tenant]
+    assert len(last) == 1
+    # Of all lanes at once only the totals are looked at.
+    [plain] = reconcile.lane_standings(ledger.store, ledger.settings)
+    assert plain.shares == ()
+    assert "shares" not in plain.as_dict()
+    assert [one["tenant"] for one in standing.as_dict()["shares"]] == [
+        one.tenant for one in standing.shares
+    ]

@@ -17,7 +17,6 @@ import pytest
 
 from celery_budget import budgeted
 from celery_budget.cli import budget
-from celery_budget.errors import BudgetExceeded
 from celery_budget.store import schema
 from tests.contract.support import RETURNED, Ledger
 from tests.integration.commands import Done, Run, runner
@@ -231,57 +230,6 @@ def test_reconcile_lists_mismatches_and_fails(shop: Shop, run: Run) -> None:
     found = run(shop.app, "reconcile", "--json")
     assert (found.code, found.json["ok"], found.json["mismatches"]) == (1, False, [said])
     assert run(shop.app, "report").code == 0
-
-
-def test_explain_a_settled_request_by_each_of_its_ids(shop: Shop, run: Run) -> None:
-    ledger = ledger_of(shop)
-    task_id = settle(ledger)
-    reservation_id = str(ledger.rows("reservations")[0].reservation_id)
-    told = [run(shop.app, "explain", some_id) for some_id in (task_id, "order-1", reservation_id)]
-    assert told[0].code == 0
-    assert told[0] == told[1] == told[2]
-    happened = [
-        line.split("Z", 1)[1].strip().split(" (")[0]
-        for line in told[0].out.splitlines()
-        if line.startswith("20")
-    ]
-    assert happened == [
-        "admitted",
-        "attempt 1 started on worker@host",
-        "attempt 1 used 4",
-        "attempt 1 returned",
-        "settled",
-    ]
-    [found] = run(shop.app, "explain", task_id, "--json").json["requests"]
-    assert found["reservation"]["state"] == "settled"
-    assert found["lines"][0]["settled"] == 4
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_explain_of_a_refused_request_knows_nothing(
-    shop: Shop, run: Run, options: list[str]
-) -> None:
-    @budgeted(budget="tenant:a", estimate=11)
-    @shop.app.task(name="shop.draft")
-    def draft() -> None: ...
-
-    with pytest.raises(BudgetExceeded):
-        shop.task("shop.draft").apply_async(task_id="refused-1")
-    done = run(shop.app, "explain", "refused-1", *options)
-    assert (done.code, done.out) == (1, "")
-    assert "nothing is known of 'refused-1'" in done.err
-
-
-def test_explain_parked_work(shop: Shop, run: Run) -> None:
-    ledger = ledger_of(shop)
-    request = ledger.request(99, budget="tenant:a")
-    ledger.admit(request, continuation=True)
-    done = run(shop.app, "explain", request.task_id)
-    assert done.code == 0
-    assert "state    parked" in done.out
-    assert "waits    for 99 of budget tenant:a since 20" in done.out
-    [found] = run(shop.app, "explain", request.task_id, "--json").json["requests"]
-    assert found["reservation"]["state"] == "parked"
 
 
 # What goes wrong.

@@ -29,15 +29,21 @@ SINCE = {
         "lane",
         "deadline_us",
         "shadows",
+        "parked_us",
+        "unparked_us",
+        "parked_budget",
+        "parked_reason",
         "due_us",
         "admitted",
         "tallied",
-    },  # fmt: skip
+    },
     "outbox": {"lane", "tenant", "weight"},
     "parked": {"budget", "reason", "amount", "turn", "ahead_us", "window_us"},
     "quarantine": {"attempts", "used"},
-    "attempts": {"pid", "suspected_us", "rerun", "inquires"},
-}
+    "attempts": {
+        "pid", "suspected_us", "rerun", "inquires", "error", "queue", "publishes", "published_us",
+    },
+}  # fmt: skip
 WITH_ROWS = (
     "reservations", "lines", "attempts", "usage", "outbox", "parked", "quarantine", "untold",
     "balances", "journal", "extensions",

@@ -22,12 +22,13 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "BudgetExceeded": (
         ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "held", 90, 12.5),
         ["'tenant:acme'", "held by requests", "stops at a total of 90", "7 of 100 tokens",
-         "60 reserved", "33 spent", "12 were requested", "budget show tenant:acme"],
+         "60 reserved", "33 spent", "12 were requested",
+         "budget explain --budget tenant:acme'"],
     ),
     "ParkingFull": (
         ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "queued", 100, 5),
         ["'tenant:acme'", "kept for a request that has waited", "budget_max_parked (5)",
-         "budget parked list"],
+         "budget parked list", "budget explain --budget tenant:acme'"],
     ),
     "ClaimLost": (("r-1",), ["r-1", "its outcome will be refused", "budget explain r-1"]),
     "DeadlinePassed": (

@@ -1,4 +1,4 @@
-"""What reports are counted from, and which alerts were given."""
+"""What reports are counted from, which alerts were given, and what is told of one request."""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,23 @@ depends_on = None
 UNTALLIED = "ended_us IS NOT NULL AND NOT tallied"
 #: Whole numbers of any size.
 EXACT = sa.Numeric().with_variant(sa.Text(), "sqlite")
+#: What is told of one request, beyond what its work needs.
+TOLD: tuple[tuple[str, str, Any], ...] = (
+    ("attempts", "error", sa.String(255)),
+    ("attempts", "queue", sa.Text),
+    ("attempts", "publishes", sa.Integer),
+    ("attempts", "published_us", sa.BigInteger),
+    ("reservations", "parked_us", sa.BigInteger),
+    ("reservations", "unparked_us", sa.BigInteger),
+    ("reservations", "parked_budget", sa.String(255)),
+    ("reservations", "parked_reason", sa.String(16)),
+)
+#: And what it is found by.
+FOUND_BY = (("journal", "reservation", "reservation_id"), ("reservations", "parent", "parent_id"))
 
 
 def upgrade() -> None:
+    _tell()
     _upgrade_tallies()
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_reserve")
@@ -28,6 +42,7 @@ def downgrade() -> None:
         op.execute("DROP FUNCTION budget_reserve")
         _run("reserve_6.sql")
     _downgrade_tallies()
+    _tell_no_more()
 
 
 def _upgrade_tallies() -> None:
@@ -59,18 +74,13 @@ def _upgrade_tallies() -> None:
         postgresql_where=sa.text(UNTALLIED),
         sqlite_where=sa.text(UNTALLIED),
     )
-    if op.get_bind().dialect.name == "postgresql":
-        op.create_index(
-            "ix_budget_reservations_admitted",
-            "budget_reservations",
-            ["created_us"],
-            postgresql_using="brin",
-            postgresql_with={"autosummarize": True, "pages_per_range": 32},
-        )
-    else:
-        op.create_index(
-            "ix_budget_reservations_created", "budget_reservations", ["root", "created_us"]
-        )
+    op.create_index(
+        "ix_budget_reservations_created",
+        "budget_reservations",
+        ["created_us"],
+        postgresql_using="brin",
+        postgresql_with={"autosummarize": True, "pages_per_range": 32},
+    )
     op.create_table(
         "budget_tallies",
         sa.Column("root", sa.String(255)),
@@ -125,8 +135,7 @@ def _downgrade_tallies() -> None:
         " WHERE k = 1",
     )
     op.drop_table("budget_tallies")
-    created = "admitted" if op.get_bind().dialect.name == "postgresql" else "created"
-    for name in ("untallied", created):
+    for name in ("untallied", "created"):
         op.drop_index(f"ix_budget_reservations_{name}", "budget_reservations")
     for name in ("tallied", "admitted", "due_us"):
         op.drop_column("budget_reservations", name)
@@ -166,3 +175,24 @@ def _keep_refusals(
 
 def _run(name: str) -> None:
     op.get_bind().exec_driver_sql(Path(__file__).with_name(name).read_text("utf-8"))
+
+
+def _tell() -> None:
+    for table, name, kind in TOLD:
+        op.add_column(f"budget_{table}", sa.Column(name, kind))
+    for table, name, column in FOUND_BY:
+        given = sa.text(f"{column} IS NOT NULL")
+        op.create_index(
+            f"ix_budget_{table}_{name}",
+            f"budget_{table}",
+            ["root", column],
+            postgresql_where=given,
+            sqlite_where=given,
+        )
+
+
+def _tell_no_more() -> None:
+    for table, name, _ in FOUND_BY:
+        op.drop_index(f"ix_budget_{table}_{name}", f"budget_{table}")
+    for table, name, _ in reversed(TOLD):
+        op.drop_column(f"budget_{table}", name)
