@@ -9,10 +9,11 @@ from typing import Any, Literal
 from celery import Celery
 from celery.bin.base import CeleryOption
 from celery.canvas import Signature
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
-from celery_budget import admission, reconcile, settlement, telling
+from celery_budget import admission, reconcile, settlement, telling, tracing
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.estimators import Estimators, estimators
 from celery_budget.core.jobs import Job
@@ -70,6 +71,7 @@ class CeleryBudget(Ledger):
             raise BudgetError(f"{app} has its CeleryBudget already; make one for each application")
         super().__init__(app)
         install_on(app, self)
+        tracing.let_through(SoftTimeLimitExceeded)
         self._install()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from datetime import timedelta
 from typing import Any
 
 from celery import Celery, states
@@ -11,10 +11,11 @@ from celery.backends.rpc import RPCBackend
 
 from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import AttemptLost, BudgetError, RequestNotRun
+from celery_budget.events import Logger
 
 __all__ = ["BackendResults", "is_redis"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class BackendResults:
@@ -41,6 +42,27 @@ class BackendResults:
         return None
 
     @property
+    def kept_seconds(self) -> float | None:
+        """For how long results are kept (``result_expires``); none for as long as they last."""
+        expires = self._app.conf.result_expires
+        if isinstance(expires, timedelta):
+            expires = expires.total_seconds()
+        return float(expires) if expires else None
+
+    def is_stored(self, task_id: str, task_name: str) -> bool | None:
+        """Tell whether a final result of a task is stored.
+
+        None where none is to be, as of a task that ignores results; and where nobody can tell, as
+        of ``rpc://``, or of a task that this application does not have.
+
+        :raises Exception: as the backend does.
+        """
+        backend, task = self._app.backend, self._app.tasks.get(task_name)
+        if isinstance(backend, (DisabledBackend, RPCBackend)) or task is None or task.ignore_result:
+            return None
+        return backend.get_task_meta(task_id)["status"] in states.READY_STATES
+
+    @property
     def counts_chord_members(self) -> bool:
         """Whether the backend counts a chord's members by plain counters.
 
@@ -56,7 +78,7 @@ class BackendResults:
         Not for ``rpc://``, where a result is a message to whoever sent the task.
         """
         if isinstance(self._app.backend, RPCBackend):
-            logger.warning("task %s ended: %s; rpc:// cannot store that", task_id, reason)
+            logger.event("result.unstorable", task_id=task_id, reason=reason)
             return
         if reason in ("cancelled", "expired", "revoked", DEADLINE):
             self._app.backend.mark_as_revoked(task_id, reason=reason)
@@ -75,11 +97,13 @@ class BackendResults:
         try:
             self._app.backend.forget(task_id)
         except NotImplementedError:
-            logger.warning("the result backend cannot forget the result of task %s", task_id)
+            logger.event("result.unforgotten", task_id=task_id)
 
     def failed(self, task_id: str, error: BudgetError) -> None:
         """Store ``error`` as the task's failure."""
-        logger.error("%s", error)
+        logger.event(
+            "continuation.failed", task_id=task_id, error=error, error_type=type(error).__name__
+        )
         self._app.backend.mark_as_failure(task_id, error)
 
 

@@ -7,14 +7,14 @@ does not say who consumes a queue the relay.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from celery_budget import inquiry, parking, recovery, relay, tallying
+from celery_budget import inquiry, metrics, parking, recovery, relay, tallying
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.publisher import KombuPublisher
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RelayService", "look_at_parked", "sweep"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How often it is looked whether a lane's workers are to be asked.
 PREFLIGHT_SECONDS = 0.25
@@ -42,10 +42,20 @@ HAND_BACK_SECONDS = 0.5
 
 
 class RelayService:
-    """The relay and the sweep of one application. Starting and stopping twice does no harm."""
+    """The relay and the sweep of one application. Starting and stopping twice does no harm.
 
-    def __init__(self, budget: CeleryBudget) -> None:
+    :param metrics_port: where metrics are served instead of on ``budget_metrics_port``.
+    :param metrics_host: and instead of ``budget_metrics_host``.
+    """
+
+    def __init__(
+        self,
+        budget: CeleryBudget,
+        metrics_port: int | None = None,
+        metrics_host: str | None = None,
+    ) -> None:
         self._budget = budget
+        self._metrics = metrics_port, metrics_host
         self._running: _Running | None = None
 
     def start(self) -> None:
@@ -53,16 +63,19 @@ class RelayService:
 
         :raises SchemaError: where ``budget init`` has not been run.
         :raises ConfigurationError: where the broker's options forbid what a relay needs.
+        :raises MissingExtra: where metrics are to be served and prometheus-client is missing.
         """
         if self._running is not None:
             return
         try:
             self._budget.check()
         except StoreError as error:
-            logger.warning("%s; the relay starts and waits for it", error)
-        self._running = _Running(self._budget)
+            logger.event(
+                "store.unreachable", error=error, consequence="the relay starts and waits for it"
+            )
+        self._running = _Running(self._budget, *self._metrics)
         self._running.start()
-        logger.info("budget relay started on %s", self._budget.store.url)
+        logger.event("relay.started", store=self._budget.store.url)
 
     def stop(self) -> None:
         """Stop them within two seconds, whatever holds them up.
@@ -73,6 +86,7 @@ class RelayService:
         running, self._running = self._running, None
         if running is not None:
             running.stop()
+            logger.event("relay.stopped", store=self._budget.store.url)
 
     @property
     def alive(self) -> bool:
@@ -83,50 +97,54 @@ class RelayService:
 class _Running:
     """The threads from one start to one stop; what still hangs of them is never revived."""
 
-    def __init__(self, budget: CeleryBudget) -> None:
+    def __init__(self, budget: CeleryBudget, port: int | None, host: str | None) -> None:
         self._budget = budget
         self._stop = threading.Event()
+        self._passes = metrics.Passes()
+        self._address = (
+            host or budget.settings.metrics_host,
+            budget.settings.metrics_port if port is None else port,
+        )
+        self._collector = (
+            metrics.BudgetCollector(budget, self._passes) if self._address[1] else None
+        )
         self._publisher = KombuPublisher(budget.app)
         self._publisher.check()
-        self._relay = relay.Relay(
+        self._relay = _Counted(
             budget.store, budget.settings, self._publisher, BackendResults(budget.app).ended
         )
+        self._relay.passes = self._passes
         self._sleeper = wakeup.sleeper(budget.store, budget.settings)
         self._relaying = _thread("relay", self._run_relay)
-        self._sweeping = _thread("sweep", self._run_sweep)
-        self._parking = _thread("parked", self._run_parking)
-        self._asking = _thread("inquiries", self._run_inquiries)
-        self._looking = _thread("preflight", self._run_preflight)
+        self._others = [
+            _thread("sweep", self._run_sweep),
+            _thread("parked", self._run_parking),
+            _thread("inquiries", self._run_inquiries),
+            _thread("preflight", self._run_preflight),
+        ]
+        if self._collector is not None:
+            self._others.append(_thread("metrics", self._run_metrics))
 
     def start(self) -> None:
         self._relaying.start()
-        self._sweeping.start()
-        self._parking.start()
-        self._asking.start()
-        self._looking.start()
+        for thread in self._others:
+            thread.start()
 
     def stop(self) -> None:
         self._stop.set()
         end = time.monotonic() + FINISH_SECONDS
         self._relaying.join(FINISH_SECONDS)
         if self._relaying.is_alive():
-            logger.warning("the broker does not answer; what was not published is given back")
+            logger.event("relay.handed_back")
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
-        for thread in (self._sweeping, self._parking, self._asking, self._looking):
+        for thread in self._others:
             thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def alive(self) -> bool:
-        threads = (
-            self._relaying,
-            self._sweeping,
-            self._parking,
-            self._asking,
-            self._looking,
-        )
-        return all(thread.is_alive() for thread in threads)
+        return all(thread.is_alive() for thread in (self._relaying, *self._others))
 
     def _run_relay(self) -> None:
         relay.run(self._relay, self._budget.settings, self._sleeper, self._stop)
@@ -138,14 +156,20 @@ class _Running:
         try:
             self._relay.hand_back()
         except StoreError as error:
-            logger.warning("%s; what was not published is due again in a while", error)
+            logger.event(
+                "store.unreachable",
+                error=error,
+                consequence="what was not published is due again in a while",
+            )
         self._leave()
 
     def _leave(self) -> None:
         try:
             self._sleeper.close()
         except StoreError as error:
-            logger.warning("%s; the relay could not sign off", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="the relay could not sign off"
+            )
 
     def _run_sweep(self) -> None:
         budget = self._budget
@@ -168,7 +192,7 @@ class _Running:
                 if looked.waits:
                     wait = 0.0 if looked.more else min(wait, settings.poll_seconds)
             except Exception:
-                logger.exception("parked work could not be looked at; it is tried again")
+                logger.exception("step.failed", step="the look at parked work")
             self._stop.wait(wait)
 
     def _run_inquiries(self) -> None:
@@ -184,6 +208,10 @@ class _Running:
         self._again_and_again("preflight", preflight.run_once, PREFLIGHT_SECONDS)
         workers.close()
 
+    def _run_metrics(self) -> None:
+        if self._collector is not None:
+            metrics.serve(*self._address, self._collector.exposition, self._stop)
+
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None
     ) -> None:
@@ -191,8 +219,23 @@ class _Running:
             try:
                 step()
             except Exception:
-                logger.exception("%s failed; it is tried again", what)
+                logger.exception("step.failed", step=what)
             self._stop.wait(every or self._budget.settings.sweep_seconds)
+
+
+class _Counted(relay.Relay):
+    """A relay whose passes are counted."""
+
+    passes: metrics.Passes
+
+    def run_once(self, stop: threading.Event) -> relay.Relayed:
+        """As :meth:`celery_budget.relay.Relay.run_once`."""
+        begun, done = time.monotonic(), None
+        try:
+            done = super().run_once(stop)
+        finally:
+            self.passes.count(begun, done)
+        return done
 
 
 def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
@@ -227,7 +270,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
             step()
         except Exception as error:
             if first is not None:
-                logger.exception("another step of the sweep failed; it is tried again")
+                logger.exception("step.failed", step="another step of the sweep")
             first = first or error
     if first is not None:
         raise first

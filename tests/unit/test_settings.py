@@ -34,7 +34,7 @@ def test_without_a_url_both_forms_are_shown() -> None:
 
 def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
     values: dict[str, Any] = {
-        "str": "reject", "int": 7, "float": 7.5,
+        "str": "reject", "bool": False, "int": 7, "float": 7.5,
         "Mapping[str, str]": {"eu": "amqp://eu//"},
         "Mapping[str, float]": {"*": 1.5, "draft": 1.2},
         "Mapping[str, Mapping[str, Decimal]]": {"m-1": {"input_mtok": Decimal("0.15")}},
@@ -72,6 +72,8 @@ BAD: list[Any] = [
     ("drift_ceilings", {"draft": True}, "a number above 0"),
     ("drift_ceilings", {"draft": float("nan")}, "a number above 0"),
     ("drift_ceilings", {7: 1.5}, "give a stage"),
+    ("tracing", "yes", "give True or False"),
+    ("tracing", 1, "give True or False"),
     ("prices", "m-1", "no mapping of models"),
     ("prices", {"m-1": 0.15}, "input_mtok"),
     ("prices", {"m-1": {}}, "input_mtok"),
