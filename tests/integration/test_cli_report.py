@@ -30,9 +30,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return runner(capsys, monkeypatch)
 
 
-@pytest.fixture
-def used(shop: Shop) -> Shop:
-    """A shop in which one request has used 4 of 10 tokens, and another is open."""
+def use(shop: Shop) -> Shop:
+    """Have one request of a shop use 4 of 10 tokens, and reserve another."""
     ledger = Ledger(shop.budget.store, shop.budget.settings)
     shop.budget.set("tenant:a", limit=100)
     _, attempt = ledger.start(10, budget="tenant:a", request_id="order-1")
@@ -41,6 +40,12 @@ def used(shop: Shop) -> Shop:
     attempt.close()
     ledger.reserve(7, budget="tenant:a")
     return shop
+
+
+@pytest.fixture
+def used(shop: Shop) -> Shop:
+    """A shop in which something was used."""
+    return use(shop)
 
 
 @pytest.fixture
@@ -144,7 +149,8 @@ def test_another_grouping_is_wrong_use(shop: Shop, run: Run) -> None:
 # Its forms.
 
 
-def test_csv_of_a_real_ledger(used: Shop, run: Run) -> None:
+def test_csv_of_a_real_ledger(on_both: Shop, run: Run) -> None:
+    used = use(on_both)
     out = run(used.app, "report", "--format", "csv").out
     [row] = csv.DictReader(io.StringIO(out, newline=""))
     assert (row["budget"], row["charged"], row["balance_limit"]) == ("tenant:a", "4", "100")
@@ -155,7 +161,8 @@ def test_csv_of_a_real_ledger(used: Shop, run: Run) -> None:
     )  # fmt: skip
 
 
-def test_html_of_a_real_ledger_when_piped(used: Shop, run: Run) -> None:
+def test_html_of_a_real_ledger_when_piped(on_both: Shop, run: Run) -> None:
+    used = use(on_both)
     out = run(used.app, "report", "--format", "html", "--by", "stage").out
     assert out.startswith("<!doctype html>")
     assert "4 of 100 tokens spent, 7 held" in out
