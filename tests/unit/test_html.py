@@ -181,6 +181,9 @@ def test_what_needs_attention_comes_first_and_the_worst_of_it() -> None:
     assert (
         notices(replace(quiet, balances=many))[-1].text == "3 more budgets are over their limits."
     )
+    drifting = tuple(replace(DRIFT[2], stage=str(at)) for at in range(7))
+    told = [one.text for one in notices(replace(quiet, drift=drifting))]
+    assert (len(told), told[-1]) == (6, "2 more estimators promise too little.")
 
 
 def test_groups_have_no_column_for_what_is_nothing_in_all_of_them() -> None:
