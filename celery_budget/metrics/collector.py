@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: How long a scrape waits for another one's reading: less than Prometheus waits for a scrape.
 BUSY_SECONDS = 8.0
-#: After a reading it is not read for so many times as long as that took: of a large ledger too,
-#: metrics take a tenth of one connection's time at most.
+#: For so many times as long as it took to read something it is not read again: of a large ledger
+#: too, metrics take two tenths of one connection's time at most.
 REST = 9
 
 
@@ -47,8 +47,9 @@ class BudgetCollector:
 
     What it gives is read from the ledger, so that it is the same in whichever process it runs, and
     needs no directory for several processes. One reading answers all scrapes for
-    ``budget_metrics_seconds``, or nine times as long as it took; one at a time is made. No scrape
-    fails: ``celery_budget_up`` says whether the ledger could be read. Registering it reads nothing.
+    ``budget_metrics_seconds``, or for nine times as long as it took; so it is, for itself, with
+    what was added up since the ledger began. One at a time is made. No scrape fails:
+    ``celery_budget_up`` says whether the ledger could be read. Registering it reads nothing.
 
     :param passes: of this process' relay.
     :raises MissingExtra: where prometheus-client is not installed.
@@ -65,6 +66,7 @@ class BudgetCollector:
         self._reading: Reading | None = None
         self._seconds = 0.0
         self._until = 0.0
+        self._sums_until = 0.0
         self._keep_seconds = 0.0
 
     def describe(self) -> Iterable[Family]:
@@ -110,14 +112,18 @@ class BudgetCollector:
             self._keep_seconds = settings.metrics_seconds
             if self._series is None:
                 self._series = Series(settings.metrics_labels)
-            self._reading = look(self._budget.store, settings)
+            before = self._reading.sums if self._reading and begun < self._sums_until else None
+            self._reading = look(self._budget.store, settings, before)
+            added_up = 0.0 if self._reading.sums is before else self._reading.sums.seconds
         except Exception as error:  # noqa: BLE001 - whatever it is, the scrape is answered
-            self._reading = None
+            self._reading, added_up = None, 0.0
             self._errors[type(error).__name__] += 1
             logger.warning("the ledger could not be read for metrics: %s", error)
         ended = time.monotonic()
         self._seconds = ended - begun
-        self._until = ended + max(self._keep_seconds, REST * self._seconds)
+        self._until = ended + max(self._keep_seconds, REST * (self._seconds - added_up))
+        if added_up:
+            self._sums_until = ended + REST * added_up
 
     def _add_to(self, families: Families) -> None:
         families.add("up", self._reading is not None)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from celery_budget.core.tallies import bin_of
 from celery_budget.errors import MissingExtra, StoreError
 from celery_budget.metrics import CATALOGUE, BudgetCollector, Passes, collector, exposition
 from celery_budget.metrics.families import Families
-from celery_budget.metrics.reading import Reading
+from celery_budget.metrics.reading import Reading, Sums
 from celery_budget.metrics.series import BOUNDS
 from celery_budget.reconcile import Drift, Queued
 from celery_budget.reconcile.totals import Total
@@ -44,11 +45,13 @@ class Ledger:
         self.next: Reading | Exception = reading()
         self.on_look: Callable[[], object] = lambda: None
         self.looks = 0
+        self.taken_over: list[Sums | None] = []
         monkeypatch.setattr(collector, "look", self._look)
         monkeypatch.setattr(collector, "REST", 0)
 
-    def _look(self, store: Any, settings: Any) -> Reading:
+    def _look(self, store: Any, settings: Any, sums: Sums | None) -> Reading:
         self.looks += 1
+        self.taken_over.append(sums)
         self.on_look()
         if isinstance(self.next, Exception):
             raise self.next
@@ -326,6 +329,28 @@ def test_a_reading_that_takes_long_is_seldom(
     scraped = BudgetCollector(ledger)
     assert scraped.exposition() == scraped.exposition()
     assert ledger.looks == 1
+
+
+def test_what_takes_long_to_add_up_is_taken_over(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "REST", 1)
+    scraped = BudgetCollector(ledger)
+    ledger.next = reading(seconds=1000.0)
+    scraped.exposition()
+    assert ledger.taken_over == [None]
+    sums = ledger.next.sums
+    ledger.next = replace(reading(balances=(balance(spent=33),)), sums=sums)
+    # How long the sums took does not keep the rest from being read.
+    assert samples(scraped)["spent", ("tenant:a", "tokens")] == 33
+    assert ledger.taken_over == [None, sums]
+    # After an outage nothing is taken over.
+    ledger.next = StoreError("down")
+    scraped.exposition()
+    ledger.next = reading()
+    while samples(scraped)["up", ()] == 0:
+        pass
+    assert ledger.taken_over[:2] + ledger.taken_over[-1:] == [None, sums, None]
 
 
 def test_one_reading_at_a_time_is_made(ledger: Ledger) -> None:
