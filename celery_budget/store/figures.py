@@ -160,13 +160,13 @@ def _which(root: str, asked: Asked) -> list[sa.ColumnElement[bool]]:
     if asked.stage is not None:
         which.append(reservations.c.stage == asked.stage)
     if asked.budget is not None:
-        which.append(
-            sa.exists().where(
-                lines.c.root == root,
-                lines.c.reservation_id == reservations.c.reservation_id,
-                lines.c.budget == asked.budget,
-            )
+        # A value and no EXISTS, for which PostgreSQL may read every line that budget ever had.
+        line = sa.select(sa.func.min(lines.c.line)).where(
+            lines.c.root == root,
+            lines.c.reservation_id == reservations.c.reservation_id,
+            lines.c.budget == asked.budget,
         )
+        which.append(line.scalar_subquery().is_not(None))
     return which
 
 
