@@ -93,8 +93,7 @@ class Series:
                 bins = families.bins(metric, BOUNDS, stage)
                 for figure, count in total.figures.items():
                     if figure.startswith(kind):
-                        longest_us = top_of(int(figure.removeprefix(kind)))
-                        bins.add(longest_us / 1_000_000, count)
+                        bins.add(top_of(int(figure.removeprefix(kind))), count)
 
     def _add_amounts(self, families: Families, sums: Sums) -> None:
         for refused in sums.refusals:

@@ -372,19 +372,33 @@ def test_one_reading_at_a_time_is_made(ledger: Ledger) -> None:
     assert (found, ledger.looks) == ([1, 1, 1, 1], 1)
 
 
-def test_a_reading_that_hangs_holds_up_no_other_scrape(
+def test_a_reading_that_hangs_holds_up_no_scrape(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "BUSY_SECONDS", 0.01)
     scraped = BudgetCollector(ledger)
-    reads, goes_on = threading.Event(), threading.Event()
-    ledger.on_look = lambda: (reads.set(), goes_on.wait(30))
-    thread = threading.Thread(target=scraped.exposition)
-    thread.start()
-    assert reads.wait(30)
-    assert samples(scraped) == {("up", ()): 0}
+    assert samples(scraped)["up", ()] == 1
+    monkeypatch.setattr(collector, "WAIT_SECONDS", 0.01)
+    goes_on = threading.Event()
+    ledger.on_look = lambda: goes_on.wait(30)
+    for _ in range(2):
+        got = samples(scraped)
+        assert got.pop(("read_duration_seconds", ())) >= 0
+        assert got == {("up", ()): 0}
+    assert ledger.looks == 2
+    monkeypatch.setattr(collector, "WAIT_SECONDS", 30)
     goes_on.set()
-    thread.join(30)
+    assert samples(scraped)["up", ()] == 1
+
+
+def test_after_a_long_failure_it_is_tried_again_soon(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "REST", 1e9)
+    scraped = BudgetCollector(ledger)
+    ledger.next = StoreError("no answer in ten seconds")
+    assert samples(scraped)["up", ()] == 0
+    ledger.next = reading()
+    assert samples(scraped)["up", ()] == 1
 
 
 def test_registering_reads_nothing_and_names_all(ledger: Ledger) -> None:
