@@ -167,7 +167,8 @@ def test_a_budget_s_page(on_both: Shop, open_page: Open) -> None:
     document = client.get("/api/budget?name=tenant:acme").json()
     assert (document["room"], document["room_of"]) == (20, "tenant:acme")
     assert [one["what"] for one in document["journal"]] == ["reserve"]
-    assert [one["budget"] for one in document["parked"]] == ["tenant:acme"]
+    assert [one["task_name"] for one in document["waiting"]] == ["shop.patient"]
+    assert [(one["task_name"], one["held"]) for one in document["holds"]] == [("shop.draft", 60)]
     template = client.get("/budget?name=user:*").text
     assert "Template user:*" in template
     assert "0 budgets" in template
