@@ -273,6 +273,8 @@ def test_a_ledger_that_is_away_is_told_and_not_what_it_said(
             answer = client.get(path)
             assert answer.status_code == 503
             assert "database does not answer" in answer.text
+            # Without scripts it is loaded again all the same.
+            assert ('http-equiv="refresh"' in answer.text) is (path == "/")
             assert "secret-host" not in answer.text
             assert answer.headers["Retry-After"] == "5"
     deadline = time.monotonic() + 60
