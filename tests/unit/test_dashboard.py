@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -190,9 +193,6 @@ def test_nobody_gets_in_by_an_omission() -> None:
 
 @pytest.mark.parametrize("package", ["starlette", "anyio"])
 def test_without_its_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    import builtins
-    import sys
-
     for name in [name for name in sys.modules if name.startswith("celery_budget.dashboard.")]:
         monkeypatch.delitem(sys.modules, name)
     real = builtins.__import__
@@ -205,3 +205,12 @@ def test_without_its_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, package:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtra, match=r"celery-budget\[dashboard\]"):
         create_app(None, "sesame")  # type: ignore[arg-type]
+
+
+def test_the_command_line_does_without_the_extra() -> None:
+    """Every command loads what serves the dashboard; only that one needs its packages."""
+    probe = (
+        "import celery_budget.cli, sys; print(sorted({'starlette', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
