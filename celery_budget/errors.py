@@ -28,6 +28,7 @@ __all__ = [
     "InvalidPeriod",
     "InvalidReply",
     "InvalidReport",
+    "InvoiceError",
     "KeyConflict",
     "MissingExtra",
     "NotInstalled",
@@ -155,6 +156,24 @@ class InvalidReply(BudgetError, ValueError):
 
     Nothing was recorded. Of a stream, which is over when this is found out, the estimate was.
     """
+
+
+class InvoiceError(BudgetError, ValueError):
+    """A provider's export cannot be read. Nothing was compared.
+
+    :param name: of the file.
+    :param line: its number, from 1 on.
+    :param problem: what is wrong with it.
+    """
+
+    def __init__(self, name: str, line: int, problem: str) -> None:
+        super().__init__(name, line, problem)
+        self.name = name
+        self.line = line
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.name}, line {self.line}: {self.problem}"
 
 
 class InvalidPeriod(BudgetError, ValueError):

@@ -157,7 +157,7 @@ def _recover_running(
     took all its deliveries.
     """
     ready = results.ready(seen.task_id)
-    again = seen.rerun and seen.deliveries < settings.max_deliveries
+    again = lapses.runs_again(seen, settings.max_deliveries)
     state = store.run(
         lapses.abandon,
         settings.root,
@@ -184,7 +184,7 @@ def _recover_unclosed(
     calls errbacks. Closed is one that was replayed too often, that leaves nothing to replay, or
     whose stored result would count twice.
     """
-    replay = seen.replayable and seen.replays < settings.max_deliveries
+    replay = lapses.is_replayed(seen, settings.max_deliveries)
     if replay and results.counts_chord_members:
         replay = results.ready(seen.task_id) is None
     if not replay:
@@ -209,7 +209,7 @@ def _recover_silent(
     if results.ready(seen.task_id) is not None:
         store.run(reservations.release, settings.root, seen.reservation_id, "result stored")
         return "finished"
-    if seen.publishes >= settings.max_publishes:
+    if silent.is_given_up(seen.publishes, settings.max_publishes):
         ended = store.run(lapses.undelivered, settings.root, seen)
         return "undelivered" if ended else None
     again = store.run(silent.republish, settings.root, seen)

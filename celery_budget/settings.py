@@ -34,7 +34,14 @@ NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
 MOST = 1_000_000_000
 #: Locks are waited for within a statement, whose time-out PostgreSQL keeps in 31 bits; a statement
 #: names each message of a batch.
-MOST_OF = {"lock_seconds": 86_400, "batch_size": 10_000}
+MOST_OF = {
+    "lock_seconds": 86_400,
+    "batch_size": 10_000,
+    "metrics_port": 65_535,
+    "metrics_labels": 10_000,
+}
+#: Numbers that may be 0, which stands for none.
+OR_NONE = ("metrics_port",)
 
 #: Texts that may be empty, and then are none.
 OPTIONAL = ("listen_url", "dashboard_token")
@@ -93,6 +100,11 @@ class Settings:
         stage; ``*`` for all others. Above it reports advise to mend the estimator.
     :ivar dashboard_token: what opens ``budget dashboard``; none by default, which will do on a
         loopback address alone.
+    :ivar metrics_port: where a relay serves its metrics; 0 for nowhere.
+    :ivar metrics_host: on which address it does.
+    :ivar metrics_seconds: for how long one reading of the ledger answers all scrapes.
+    :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
+        others are summed.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -124,6 +136,10 @@ class Settings:
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
     dashboard_token: str = field(default="", repr=False)
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+    metrics_seconds: float = 5.0
+    metrics_labels: int = 200
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -271,10 +287,12 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         return _ceilings(value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     most = MOST_OF.get(name, MOST)
+    if number and value == 0 and name in OR_NONE:
+        return 0
     if not number or not 0 < value <= most or (kind == "int" and value != int(value)):
         raise ConfigurationError(
             f"{PREFIX}{name} is {value!r}; give {'an integer' if kind == 'int' else 'a number'} "
-            f"above 0, at most {most}"
+            f"above 0, at most {most}{', or 0 for none' if name in OR_NONE else ''}"
         )
     return int(value) if kind == "int" else float(value)
 

@@ -15,6 +15,7 @@ from celery_budget.cli import (
     lane,
     parked,
     quarantine,
+    reconcile,
     relay,
     report,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "lane",
     "parked",
     "quarantine",
+    "reconcile",
     "relay",
     "report",
 ]

@@ -17,10 +17,10 @@ from celery_budget.cli.values import DURATION
 from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
-from celery_budget.render.tables import queued_table, suggestions_table, verdict
-from celery_budget.render.text import literal, number
+from celery_budget.render.tables import queued_table, suggestions_table
+from celery_budget.render.text import number
 
-__all__ = ["journal", "list_", "reconcile", "show", "suggest"]
+__all__ = ["journal", "list_", "show", "suggest"]
 
 
 @budget.command("list", cls=CeleryCommand)
@@ -159,38 +159,3 @@ def suggest(
         raise click.BadParameter(str(exc), param_hint="'--quantile'") from exc
     document = {"suggestions": [one.as_dict() for one in found]}
     print_out(ctx, document if as_json else suggestions_table(found, stage))
-
-
-@budget.command(cls=CeleryCommand)
-@click.option(
-    "--repair",
-    cls=CeleryOption,
-    is_flag=True,
-    help="First make balances and journals what the requests add up to.",
-)
-@json_option
-@click.pass_context
-def reconcile(ctx: click.Context, repair: bool, as_json: bool) -> None:
-    """Prove that the ledger adds up.
-
-    Every balance is the sum of what its requests hold and were charged, and what its journal leads
-    to; every request is the sum of its usage records, and every open request will end. What is not
-    so is listed, and the exit status is 1. Work that is still open is no mismatch.
-
-    \b
-    Examples:
-      celery -A proj budget reconcile
-      celery -A proj budget reconcile --json
-      celery -A proj budget reconcile --repair
-    """
-    installed = installed_of(ctx)
-    repaired = installed.repair() if repair else ()
-    proved, requests = installed.reconcile(), installed.report().counts["admitted"]
-    if as_json:
-        document = {**proved.as_dict(), "requests": requests, "repaired": list(repaired)}
-        print_out(ctx, document)
-    else:
-        told = [literal(f"repaired: {one}") for one in repaired]
-        print_out(ctx, Group(*told, verdict(proved, requests)))
-    if not proved.ok:
-        ctx.exit(1)

@@ -52,6 +52,17 @@ HEALTHY_SECONDS = 15.0
     help="With --health: seen how many seconds ago at most; by default 15.",
 )
 @click.option("--any-host", cls=CeleryOption, is_flag=True, help="With --health: on any host.")
+@click.option(
+    "--metrics-port",
+    cls=CeleryOption,
+    type=click.IntRange(0, 65_535),
+    help="Serve /metrics for Prometheus on this port, and not on budget_metrics_port; 0: do not.",
+)
+@click.option(
+    "--metrics-host",
+    cls=CeleryOption,
+    help="On this address, and not on budget_metrics_host.",
+)
 @json_option
 @click.pass_context
 def relay(
@@ -61,6 +72,8 @@ def relay(
     health: bool,
     max_age: float | None,
     any_host: bool,
+    metrics_port: int | None,
+    metrics_host: str | None,
     as_json: bool,
 ) -> None:
     """Publish what was admitted, until stopped.
@@ -74,9 +87,12 @@ def relay(
     Examples:
       celery -A proj budget relay
       celery -A proj budget relay --loglevel WARNING --logfile /var/log/budget.log
+      celery -A proj budget relay --metrics-port 9464
       celery -A proj budget relay --health --max-age 30
     """
     if health:
+        if metrics_port is not None or metrics_host is not None:
+            raise click.UsageError("--metrics-port and --metrics-host are not for --health")
         _health(ctx, HEALTHY_SECONDS if max_age is None else max_age, any_host, as_json)
         return
     if max_age is not None or any_host or as_json:
@@ -85,7 +101,7 @@ def relay(
     app: Celery = installed.app
     app.loader.import_default_modules()
     app.log.setup(loglevel, logfile, colorize=False if ctx.obj.no_color else None)
-    service = RelayService(installed)
+    service = RelayService(installed, metrics_port, metrics_host)
     with _stop_signals() as stopped:
         service.start()
         name = _wait(stopped)

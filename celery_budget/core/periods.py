@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.errors import InvalidPeriod
 
-__all__ = ["FOREVER_US", "PERIODS", "Period", "Window"]
+__all__ = ["FOREVER_US", "PERIODS", "Period", "Window", "zone_named"]
 
 #: The kinds of period there are.
 PERIODS = ("total", "minute", "hour", "day", "week", "month")
@@ -74,7 +74,7 @@ class Period:
                 f"a period's time zone is a name, not {self.timezone!r} "
                 f"({type(self.timezone).__name__})"
             )
-        _zone(self.timezone)
+        zone_named(self.timezone)
         last = _LAST_ANCHORS.get(self.kind, 1)
         if type(self.anchor_day) is not int or not 1 <= self.anchor_day <= last:
             allowed = f"an integer from 1 to {last}" if last > 1 else "always 1"
@@ -107,7 +107,7 @@ class Period:
             return Window(0, FOREVER_US)
         # Zones change their offset at full seconds, and by full seconds.
         second = at_us // _SECOND_US
-        zone = _zone(self.timezone)
+        zone = zone_named(self.timezone)
         if self.kind in _LENGTHS:
             start, end = _clock_window(zone, second, _LENGTHS[self.kind])
         else:
@@ -140,7 +140,7 @@ class Period:
 # ``ZoneInfo`` keeps only the eight zones used last and reads the others again; a ledger may see
 # more, and there are some 600 in all.
 @functools.cache
-def _zone(name: str) -> tzinfo:
+def zone_named(name: str) -> tzinfo:
     """Return the zone of this name. UTC, the default, needs no zone database.
 
     :raises InvalidPeriod: where there is none.

@@ -18,7 +18,7 @@ from celery_budget.render import plots
 from celery_budget.render.budgets import standing_facts
 from celery_budget.render.lanes import WHY
 from celery_budget.render.stories import facts_of
-from celery_budget.render.tables import GONE_SECONDS, ISOLATED, MEANING, OVERDUE_SECONDS
+from celery_budget.render.tables import ISOLATED, MEANING, OVERDUE_SECONDS
 from celery_budget.render.text import printable
 from celery_budget.render.timeline import events_of
 
@@ -113,7 +113,6 @@ class Pages:
             query={name: value for name, value in query.items() if value},
             states=looks.STATES,
             sorts=looks.SORTS,
-            gone_seconds=GONE_SECONDS,
             overdue=look.overview.overdue_seconds > OVERDUE_SECONDS,
         )
 

@@ -1,4 +1,4 @@
-"""The brokers' queues, as recovery asks them whether anything waits there."""
+"""The brokers' queues: whether anything waits there, how much, and who consumes it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from celery import Celery
 from kombu import Connection
-from kombu.utils.json import loads
+from kombu.utils.json import loads as read
 
 from celery_budget.integration.capture import DELAYED_EXCHANGE, undelayed
 from celery_budget.integration.context import installed_on
+from celery_budget.reconcile.brokers import Load
 
 __all__ = ["KombuQueues"]
 
@@ -35,7 +36,8 @@ class _Link:
 
 
 class KombuQueues:
-    """Asks the brokers for their queues; see :class:`celery_budget.suspicion.Queues`.
+    """Asks the brokers for their queues, as :class:`celery_budget.suspicion.Queues` and
+    :class:`celery_budget.reconcile.brokers.Queues`.
 
     By connections of its own, which stay open. For one thread.
     """
@@ -50,8 +52,16 @@ class KombuQueues:
 
         What is with workers, unacknowledged, does not count: they look after it.
         """
+        loads = self.loads(broker, envelope)
+        return None if loads is None else all(load.messages == 0 for load in loads)
+
+    def loads(self, broker: str, envelope: str) -> tuple[Load, ...] | None:
+        """Return what waits in the queues that a message went to; none where nobody can tell.
+
+        A queue that does not exist has nothing waiting, and no consumers.
+        """
         try:
-            names = self._names(loads(envelope))
+            names = self._names(read(envelope))
         except Exception:
             logger.exception("where a message went cannot be read")
             return None
@@ -68,10 +78,10 @@ class KombuQueues:
             self._rests_until[broker] = time.monotonic() + REST_SECONDS
             return None
 
-    def _ask(self, broker: str, names: set[str]) -> bool:
+    def _ask(self, broker: str, names: set[str]) -> tuple[Load, ...]:
         try:
             link = self._links.get(broker) or self._open(broker)
-            return all(self._waiting(link, name) == 0 for name in names)
+            return tuple(self._load(link, name) for name in sorted(names))
         except BaseException:
             self._close(broker)
             raise
@@ -91,11 +101,9 @@ class KombuQueues:
     def _consumers(self, broker: str, name: str) -> int | None:
         try:
             link = self._links.get(broker) or self._open(broker)
-            # Of virtual transports nothing but AMQP's brokers counts them.
-            if link.connection.transport.driver_type != "amqp":
+            if not _counts_consumers(link):
                 return None
-            found = self._declared(link, name)
-            return 0 if found is None else int(found.consumer_count)
+            return self._load(link, name).consumers
         except BaseException:
             self._close(broker)
             raise
@@ -139,13 +147,16 @@ class KombuQueues:
             if by_key == key and exchange in (from_exchange, DELAYED_EXCHANGE)
         }
 
-    def _waiting(self, link: _Link, name: str) -> int:
-        """Return how many messages wait in a queue; 0 where there is no such queue.
+    def _load(self, link: _Link, name: str) -> Load:
+        """Return what waits in a queue; nothing where there is no such queue.
 
         :raises Exception: where that cannot be told, as where its node is down.
         """
         found = self._declared(link, name)
-        return 0 if found is None else int(found.message_count)
+        messages, consumers = (
+            (0, 0) if found is None else (int(found.message_count), int(found.consumer_count))
+        )
+        return Load(name, messages, consumers if _counts_consumers(link) else None)
 
     def _declared(self, link: _Link, name: str) -> Any:
         """Return what a broker says of a queue; none where there is no such queue.
@@ -194,6 +205,11 @@ class KombuQueues:
         """Drop all connections."""
         for broker in list(self._links):
             self._close(broker)
+
+
+def _counts_consumers(link: _Link) -> bool:
+    """Tell whether a broker counts consumers: of virtual transports none does, but AMQP's."""
+    return bool(link.connection.transport.driver_type == "amqp")
 
 
 def _drop(connection: Connection) -> None:

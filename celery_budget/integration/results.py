@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
 
 from celery import Celery, states
@@ -39,6 +40,27 @@ class BackendResults:
         if meta["status"] == states.FAILURE and not ours:
             return "raised"
         return None
+
+    @property
+    def kept_seconds(self) -> float | None:
+        """For how long results are kept (``result_expires``); none for as long as they last."""
+        expires = self._app.conf.result_expires
+        if isinstance(expires, timedelta):
+            expires = expires.total_seconds()
+        return float(expires) if expires else None
+
+    def is_stored(self, task_id: str, task_name: str) -> bool | None:
+        """Tell whether a final result of a task is stored.
+
+        None where none is to be, as of a task that ignores results; and where nobody can tell, as
+        of ``rpc://``, or of a task that this application does not have.
+
+        :raises Exception: as the backend does.
+        """
+        backend, task = self._app.backend, self._app.tasks.get(task_name)
+        if isinstance(backend, (DisabledBackend, RPCBackend)) or task is None or task.ignore_result:
+            return None
+        return backend.get_task_meta(task_id)["status"] in states.READY_STATES
 
     @property
     def counts_chord_members(self) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from celery_budget import inquiry, parking, recovery, relay, tallying
+from celery_budget import inquiry, metrics, parking, recovery, relay, tallying
 from celery_budget.errors import StoreError
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
@@ -42,10 +42,20 @@ HAND_BACK_SECONDS = 0.5
 
 
 class RelayService:
-    """The relay and the sweep of one application. Starting and stopping twice does no harm."""
+    """The relay and the sweep of one application. Starting and stopping twice does no harm.
 
-    def __init__(self, budget: CeleryBudget) -> None:
+    :param metrics_port: where metrics are served instead of on ``budget_metrics_port``.
+    :param metrics_host: and instead of ``budget_metrics_host``.
+    """
+
+    def __init__(
+        self,
+        budget: CeleryBudget,
+        metrics_port: int | None = None,
+        metrics_host: str | None = None,
+    ) -> None:
         self._budget = budget
+        self._metrics = metrics_port, metrics_host
         self._running: _Running | None = None
 
     def start(self) -> None:
@@ -53,6 +63,7 @@ class RelayService:
 
         :raises SchemaError: where ``budget init`` has not been run.
         :raises ConfigurationError: where the broker's options forbid what a relay needs.
+        :raises MissingExtra: where metrics are to be served and prometheus-client is missing.
         """
         if self._running is not None:
             return
@@ -60,7 +71,7 @@ class RelayService:
             self._budget.check()
         except StoreError as error:
             logger.warning("%s; the relay starts and waits for it", error)
-        self._running = _Running(self._budget)
+        self._running = _Running(self._budget, *self._metrics)
         self._running.start()
         logger.info("budget relay started on %s", self._budget.store.url)
 
@@ -83,27 +94,38 @@ class RelayService:
 class _Running:
     """The threads from one start to one stop; what still hangs of them is never revived."""
 
-    def __init__(self, budget: CeleryBudget) -> None:
+    def __init__(self, budget: CeleryBudget, port: int | None, host: str | None) -> None:
         self._budget = budget
         self._stop = threading.Event()
+        self._passes = metrics.Passes()
+        self._address = (
+            host or budget.settings.metrics_host,
+            budget.settings.metrics_port if port is None else port,
+        )
+        self._collector = (
+            metrics.BudgetCollector(budget, self._passes) if self._address[1] else None
+        )
         self._publisher = KombuPublisher(budget.app)
         self._publisher.check()
-        self._relay = relay.Relay(
+        self._relay = _Counted(
             budget.store, budget.settings, self._publisher, BackendResults(budget.app).ended
         )
+        self._relay.passes = self._passes
         self._sleeper = wakeup.sleeper(budget.store, budget.settings)
         self._relaying = _thread("relay", self._run_relay)
-        self._sweeping = _thread("sweep", self._run_sweep)
-        self._parking = _thread("parked", self._run_parking)
-        self._asking = _thread("inquiries", self._run_inquiries)
-        self._looking = _thread("preflight", self._run_preflight)
+        self._others = [
+            _thread("sweep", self._run_sweep),
+            _thread("parked", self._run_parking),
+            _thread("inquiries", self._run_inquiries),
+            _thread("preflight", self._run_preflight),
+        ]
+        if self._collector is not None:
+            self._others.append(_thread("metrics", self._run_metrics))
 
     def start(self) -> None:
         self._relaying.start()
-        self._sweeping.start()
-        self._parking.start()
-        self._asking.start()
-        self._looking.start()
+        for thread in self._others:
+            thread.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -114,19 +136,12 @@ class _Running:
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
-        for thread in (self._sweeping, self._parking, self._asking, self._looking):
+        for thread in self._others:
             thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def alive(self) -> bool:
-        threads = (
-            self._relaying,
-            self._sweeping,
-            self._parking,
-            self._asking,
-            self._looking,
-        )
-        return all(thread.is_alive() for thread in threads)
+        return all(thread.is_alive() for thread in (self._relaying, *self._others))
 
     def _run_relay(self) -> None:
         relay.run(self._relay, self._budget.settings, self._sleeper, self._stop)
@@ -184,6 +199,10 @@ class _Running:
         self._again_and_again("preflight", preflight.run_once, PREFLIGHT_SECONDS)
         workers.close()
 
+    def _run_metrics(self) -> None:
+        if self._collector is not None:
+            metrics.serve(*self._address, self._collector.exposition, self._stop)
+
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None
     ) -> None:
@@ -193,6 +212,21 @@ class _Running:
             except Exception:
                 logger.exception("%s failed; it is tried again", what)
             self._stop.wait(every or self._budget.settings.sweep_seconds)
+
+
+class _Counted(relay.Relay):
+    """A relay whose passes are counted."""
+
+    passes: metrics.Passes
+
+    def run_once(self, stop: threading.Event) -> relay.Relayed:
+        """As :meth:`celery_budget.relay.Relay.run_once`."""
+        begun, done = time.monotonic(), None
+        try:
+            done = super().run_once(stop)
+        finally:
+            self.passes.count(begun, done)
+        return done
 
 
 def _thread(name: str, run: Callable[[], None]) -> threading.Thread:

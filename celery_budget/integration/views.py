@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from celery import Celery
@@ -12,8 +14,18 @@ from celery import Celery
 from celery_budget import reconcile as shown
 from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
-from celery_budget.errors import InvalidAmount, InvalidBudget, InvalidReport, NotQuarantined
+from celery_budget.core.invoices import MOST_LINE
+from celery_budget.core.periods import zone_named
+from celery_budget.errors import (
+    InvalidAmount,
+    InvalidBudget,
+    InvalidReport,
+    InvoiceError,
+    NotQuarantined,
+)
 from celery_budget.integration.capture import arguments_of
+from celery_budget.integration.queues import KombuQueues
+from celery_budget.integration.results import BackendResults
 from celery_budget.reconcile.figures import GROUPINGS
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets
@@ -204,9 +216,87 @@ class Views:
         """Return the relays that run, and those that ended without a word in the last hour."""
         return shown.relays(self.store, self.settings)
 
-    def reconcile(self) -> shown.Reconciliation:
-        """Return whether the ledger adds up, and what does not."""
-        return shown.reconcile(self.store, self.settings)
+    def reconcile(
+        self, *, limit: int = 20, broker: bool = False, results: int = 0
+    ) -> shown.Reconciliation:
+        """Return whether the ledger adds up, what does not, and what of it is open.
+
+        :param limit: how much that lacks a step is told in words, of each kind.
+        :param broker: ask the brokers for the queues that published work went to. One that does not
+            answer within seconds is told as such.
+        :param results: look up in the result backend the results of so many requests that have
+            ended, those admitted last.
+        """
+        if type(limit) is not int or limit < 0:
+            raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}")
+        if type(results) is not int or results < 0:
+            raise InvalidAmount(f"results= is an integer from 0 on, not {results!r}")
+        queues = KombuQueues(self.app) if broker else None
+        try:
+            return shown.reconcile(
+                self.store,
+                self.settings,
+                limit=limit,
+                queues=queues,
+                stored=BackendResults(self.app),
+                results=results,
+            )
+        finally:
+            if queues is not None:
+                queues.close()
+
+    def compare_invoice(
+        self,
+        file: str | os.PathLike[str] | Iterable[str | bytes],
+        *,
+        columns: Mapping[str, str] | None = None,
+        timezone: str = "UTC",
+        provider: str | None = None,
+        models: Mapping[str, str] | None = None,
+        tolerance: float | Decimal | str = 0,
+    ) -> shown.Comparison:
+        """Compare a provider's own export of its usage or costs with the ledger, by day and model.
+
+        Compared is what usage was recorded from providers' replies; see ``docs/reconcile.md``.
+
+        :param file: its path, or an open file. It is read line by line.
+        :param columns: its headers by ``day``, ``model``, ``input``, ``cached``, ``output``,
+            ``cost`` and ``currency``, where they are not those of a known export; several are
+            joined by ``+``, and add up.
+        :param timezone: whose days count.
+        :param provider: only records of this provider, by the name that they have; ``any`` for all.
+            By default the one whose export it is, where that is known.
+        :param models: the ledger's names of models by those of the export, where they differ.
+        :param tolerance: up to how many per cent of the export a difference counts as none.
+        :raises InvoiceError: where the file cannot be read.
+        :raises InvalidPeriod: for an unknown time zone.
+        :raises InvalidAmount: for what is no tolerance.
+        """
+        zone, percent = zone_named(timezone), _percent(tolerance)
+
+        def compare(lines: Iterable[str | bytes], name: str) -> shown.Comparison:
+            return shown.compare_invoice(
+                self.store,
+                self.settings,
+                lines,
+                name=name,
+                zone=zone,
+                columns=columns,
+                provider=provider,
+                models=models,
+                tolerance=percent,
+            )
+
+        if not isinstance(file, (str, os.PathLike)):
+            return compare(file, str(getattr(file, "name", "the file")))
+        try:
+            with open(file, "rb") as opened:
+                # A line that has no end is not read into memory.
+                return compare(iter(lambda: opened.readline(MOST_LINE), b""), os.fspath(file))
+        except OSError as error:
+            raise InvoiceError(
+                os.fspath(file), 1, f"it cannot be read: {error.strerror}"
+            ) from error
 
     def explain(self, some_id: str) -> list[shown.Story]:
         """Return the life of the requests that an id means, the oldest first.
@@ -230,6 +320,20 @@ class Views:
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of holds is an integer from 1 on, not {limit!r}")
         return shown.explain_budget(self.store, self.settings, name, limit, amount)
+
+
+def _percent(value: float | Decimal | str) -> Decimal:
+    """Return a tolerance in per cent.
+
+    :raises InvalidAmount: for what is none.
+    """
+    try:
+        percent = Decimal(str(value))
+    except InvalidOperation:
+        percent = Decimal("NaN")
+    if not percent.is_finite() or not 0 <= percent <= 100:
+        raise InvalidAmount(f"a tolerance is a number of per cent from 0 to 100, not {value!r}")
+    return percent
 
 
 def _instant(name: str, given: Any) -> tuple[int | None, int | None]:

@@ -3,6 +3,7 @@
 Builds data and prints nothing; :mod:`celery_budget.render` turns it into text.
 """
 
+from celery_budget.reconcile.brokers import QueueStanding
 from celery_budget.reconcile.estimates import Drift, Suggestion, suggest
 from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
 from celery_budget.reconcile.following import Next
@@ -15,11 +16,15 @@ from celery_budget.reconcile.holdings import (
     Waiting,
     explain_budget,
 )
+from celery_budget.reconcile.invoices import Compared, Comparison, Difference
+from celery_budget.reconcile.invoices import compare as compare_invoice
 from celery_budget.reconcile.isolation import Quarantined, find_quarantined, quarantined
 from celery_budget.reconcile.isolation import is_full as quarantine_is_full
+from celery_budget.reconcile.kinds import STEPS
 from celery_budget.reconcile.lanes import LaneStanding, TenantShare, lane_standings
 from celery_budget.reconcile.overview import BudgetSeen, Overview, overview
-from celery_budget.reconcile.proof import Reconciliation, fold, reconcile, repair
+from celery_budget.reconcile.proof import Reconciliation, fold, reconcile
+from celery_budget.reconcile.repairs import repair
 from celery_budget.reconcile.reports import Asked, RelaySeen, Report, relays, report
 from celery_budget.reconcile.standing import (
     Entry,
@@ -31,6 +36,7 @@ from celery_budget.reconcile.standing import (
     standing,
     templates,
 )
+from celery_budget.reconcile.steps import Pending, Step
 from celery_budget.reconcile.stories import Story, explain
 from celery_budget.reconcile.terms import (
     balance_as_dict,
@@ -47,12 +53,16 @@ from celery_budget.reconcile.waiting import (
 )
 
 __all__ = [
+    "STEPS",
     "Amounts",
     "Asked",
     "Asking",
     "BudgetSeen",
     "BudgetStory",
+    "Compared",
+    "Comparison",
     "Day",
+    "Difference",
     "Drift",
     "Entry",
     "Grant",
@@ -63,7 +73,9 @@ __all__ = [
     "Next",
     "Overview",
     "ParkedRequest",
+    "Pending",
     "Quarantined",
+    "QueueStanding",
     "Queued",
     "Reconciliation",
     "Refusals",
@@ -72,6 +84,7 @@ __all__ = [
     "Report",
     "Spread",
     "Standing",
+    "Step",
     "Story",
     "Suggestion",
     "Template",
@@ -80,6 +93,7 @@ __all__ = [
     "balance_as_dict",
     "budget_as_dict",
     "change_as_dict",
+    "compare_invoice",
     "explain",
     "explain_budget",
     "find_parked",

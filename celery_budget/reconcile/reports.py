@@ -30,9 +30,10 @@ from celery_budget.store.figures import Asked
 from celery_budget.store.relays import Seen
 from celery_budget.store.windows import read_now
 
-__all__ = ["Asked", "RelaySeen", "Report", "relays", "relays_in", "report"]
+__all__ = ["GONE_SECONDS", "Asked", "RelaySeen", "Report", "relays", "relays_in", "report"]
 
-
+#: A relay is seen every few seconds; one that was not for longer than this does not run any more.
+GONE_SECONDS = 15
 #: All that was ever admitted.
 EVERYTHING = Asked()
 
@@ -52,6 +53,11 @@ class RelaySeen:
     seen_us: int
     seconds: float
     sleeping: bool
+
+    @property
+    def gone(self) -> bool:
+        """Whether it does not run any more."""
+        return self.seconds > GONE_SECONDS
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""

@@ -13,7 +13,6 @@ from celery_budget.render.text import duration, instant, number, printable
 __all__ = [
     "DRIFT_LOW",
     "FAILED",
-    "GONE_SECONDS",
     "ISOLATED",
     "MEANING",
     "REFUSED",
@@ -36,9 +35,6 @@ __all__ = [
 
 #: Actual over estimated: an estimator is marked below this, and above the ceiling of its stage.
 DRIFT_LOW = 0.5
-
-#: A relay is seen every few seconds; one that was not for longer than this does not run any more.
-GONE_SECONDS = 15
 
 #: What the counts of a report count, and what the flags of a request mean.
 MEANING = {
@@ -268,7 +264,7 @@ def relays_grid(relays: Sequence[RelaySeen]) -> Grid:
     """The relays of a ledger; marked where one has not been seen for a while."""
     rows: list[tuple[str | Cell, ...]] = []
     for relay in relays:
-        gone = relay.seconds > GONE_SECONDS
+        gone = relay.gone
         seen = Cell(f"{relay.seconds:,.1f} s ago", "bad" if gone else "")
         state = Cell("gone", "bad") if gone else Cell("sleeping" if relay.sleeping else "", "dim")
         rows.append((relay.host, str(relay.pid), seen, state))

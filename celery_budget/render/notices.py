@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from celery_budget.reconcile import Report
-from celery_budget.render.grids import GONE_SECONDS
 from celery_budget.render.tables import FULL, OVERDUE_SECONDS, advice
 from celery_budget.render.text import duration, number, printable
 
@@ -40,7 +39,7 @@ def _notices(report: Report) -> Iterator[Notice]:
         yield Notice("bad", f"Q{FULL[1:]}.")
     yield from _over(report)
     for relay in report.relays:
-        if relay.seconds > GONE_SECONDS:
+        if relay.gone:
             who = printable(f"{relay.host}, process {relay.pid}")
             seen = duration(relay.seconds)
             yield Notice("odd", f"The relay on {who}, was last seen {seen} ago.")

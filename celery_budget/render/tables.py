@@ -19,7 +19,6 @@ from celery_budget.reconcile import (
     Suggestion,
 )
 from celery_budget.render.grids import (
-    GONE_SECONDS,
     ISOLATED,
     MEANING,
     Grid,
@@ -33,7 +32,6 @@ from celery_budget.render.text import facts, literal, moment, number, table_of
 
 __all__ = [
     "FULL",
-    "GONE_SECONDS",
     "ISOLATED",
     "MEANING",
     "OVERDUE_SECONDS",

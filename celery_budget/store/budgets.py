@@ -37,6 +37,7 @@ __all__ = [
     "declared",
     "draining",
     "find",
+    "first_made",
     "lock_budgets",
     "lock_root",
     "made_from",
@@ -271,6 +272,18 @@ def some_of(
         (budget_of(rows[name]), _balance(rows[name], limits_in_force(known, name)[name][0], now))
         for name in names
     ]
+
+
+def first_made(connection: Connection, root: str, limit: int) -> list[str]:
+    """Return the names of the budgets that were made first, at most ``limit``. Locks nothing."""
+    return list(
+        connection.execute(
+            sa.select(budgets.c.name)
+            .where(budgets.c.root == root, budgets.c.name.not_like("%*%"))
+            .order_by(budgets.c.created_us, budgets.c.name)
+            .limit(limit)
+        ).scalars()
+    )
 
 
 def balance(connection: Connection, root: str, name: str) -> Balance:

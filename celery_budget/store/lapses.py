@@ -43,10 +43,13 @@ __all__ = [
     "OpenAttempt",
     "abandon",
     "conclude",
+    "is_replayed",
     "lapsed",
     "open_of",
     "postpone",
     "republish_ended",
+    "runs_again",
+    "select_open",
     "suspect",
     "undelivered",
 ]
@@ -83,6 +86,22 @@ class OpenAttempt:
     deliveries: int
 
 
+def runs_again(seen: Any, max_deliveries: int) -> bool:
+    """Tell whether another attempt follows one whose worker is gone, and not its request's end.
+
+    :param seen: an :class:`OpenAttempt`, or a row that has what it has.
+    """
+    return bool(seen.rerun) and seen.deliveries < max_deliveries
+
+
+def is_replayed(seen: Any, max_deliveries: int) -> bool:
+    """Tell whether an attempt that has ended, and was not closed, is given again, not just closed.
+
+    :param seen: as for :func:`runs_again`.
+    """
+    return bool(seen.replayable) and seen.replays < max_deliveries
+
+
 def open_of(
     connection: Connection,
     root: str,
@@ -97,7 +116,7 @@ def open_of(
     :param reservation_id: only one of this request of the task.
     """
     row = connection.execute(
-        _select_open().where(
+        select_open().where(
             attempts.c.root == root,
             reservations.c.task_id == task_id,
             attempts.c.boot_id == boot_id,
@@ -176,7 +195,7 @@ def lapsed(connection: Connection, root: str, limit: int, second_us: int) -> lis
     :param second_us: how long after the first look that is: a worker renews as often.
     """
     rows = connection.execute(
-        _select_open()
+        select_open()
         .where(
             attempts.c.root == root,
             attempts.c.lease_until_us.is_not(None),
@@ -207,7 +226,8 @@ def postpone(connection: Connection, root: str, seen: OpenAttempt, wait_us: int)
     )
 
 
-def _select_open() -> sa.Select[Any]:
+def select_open() -> sa.Select[Any]:
+    """Return what selects attempts as :class:`OpenAttempt`, with their reservations."""
     return sa.select(
         attempts.c.reservation_id,
         attempts.c.attempt,

@@ -247,13 +247,13 @@ def unreachable(connection: Connection, root: str) -> Rows:
     """Return open requests that nothing would ever bring to an end.
 
     One that runs has an open attempt; a planned step has one before it that has not come to its
-    end; any other has a message in the outbox or is parked.
+    end; any other has a message in the outbox that waits for no attempt, or is parked.
     """
 
     def has(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
         return sa.exists().where(same_reservation(table), table.c.root == root, *where)
 
-    has_message, is_parked = has(outbox), has(parked)
+    has_message, is_parked = has(outbox, outbox.c.state != "blocked"), has(parked)
     is_attempted = has(attempts, attempts.c.lease_until_us.is_not(None))
     running, planned = reservations.c.state == "running", reservations.c.state == "planned"
     before = reservations.alias("before")

@@ -21,12 +21,14 @@ __all__ = [
     "Silent",
     "envelopes",
     "hold",
+    "is_given_up",
     "is_there",
     "postpone",
     "postpone_all",
     "republish",
     "silent",
     "started",
+    "unstarted",
 ]
 
 #: A message that has waited is looked at again after this part of the time it has waited.
@@ -61,15 +63,24 @@ class Silent:
         return self.broker, self.queue, self.rank
 
 
-def _unstarted(root: str) -> sa.ColumnElement[bool]:
+def is_given_up(publishes: int, max_publishes: int) -> bool:
+    """Tell whether a message that is lost is given up, and not published once more."""
+    return publishes >= max_publishes
+
+
+def unstarted(root: str) -> sa.ColumnElement[bool]:
+    """Tell published messages whose attempt has not started, of both tables."""
     return sa.and_(
         outbox.c.root == root,
         outbox.c.state == "published",
-        outbox.c.due_us <= instant(),
         reservations.c.root == outbox.c.root,
         reservations.c.reservation_id == outbox.c.reservation_id,
         reservations.c.state.in_(("published", "waiting")),
     )
+
+
+def _to_look_at(root: str) -> sa.ColumnElement[bool]:
+    return sa.and_(unstarted(root), outbox.c.due_us <= instant())
 
 
 def silent(connection: Connection, root: str, limit: int) -> list[Silent]:
@@ -89,7 +100,7 @@ def silent(connection: Connection, root: str, limit: int) -> list[Silent]:
             outbox.c.published_us,
             instant().label("seen_us"),
         )
-        .where(_unstarted(root))
+        .where(_to_look_at(root))
         .order_by(outbox.c.due_us)
         .limit(limit)
     )
@@ -169,7 +180,7 @@ def republish(connection: Connection, root: str, seen: Silent) -> bool:
     return bool(
         connection.execute(
             outbox.update()
-            .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
+            .where(_to_look_at(root), outbox.c.outbox_id == seen.outbox_id)
             .values(state="due", due_us=now_us(), taken_by=None, behind=False)
         ).rowcount
     )
@@ -183,7 +194,7 @@ def postpone(connection: Connection, root: str, seen: Silent, wait_us: int) -> N
     """
     connection.execute(
         outbox.update()
-        .where(_unstarted(root), outbox.c.outbox_id == seen.outbox_id)
+        .where(_to_look_at(root), outbox.c.outbox_id == seen.outbox_id)
         .values(due_us=now_us() + wait_us)
     )
 

@@ -42,11 +42,17 @@ def store(store_url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def ledger(store: Store, store_url: str) -> Iterator[Ledger]:
-    """An empty ledger; whatever the test did to it, it adds up afterwards."""
+    """An empty ledger; whatever the test did to it, it adds up afterwards.
+
+    And every request that is open is named, with what becomes of it.
+    """
     ledger = Ledger(store, Settings(database_url=store_url, root=f"root-{uuid4().hex[:12]}"))
     yield ledger
     if ledger.conserved:
-        assert reconcile.reconcile(store, ledger.settings).mismatches == ()
+        found = reconcile.reconcile(store, ledger.settings, limit=10_000)
+        assert found.mismatches == ()
+        named = {step.task_id for one in found.pending for step in one.steps}
+        assert {row.task_id for row in ledger.rows("reservations", ended_us=None)} <= named
 
 
 @pytest.fixture

@@ -67,11 +67,17 @@ def shop(make_shop: Callable[..., Shop]) -> Shop:
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def on_both(request: pytest.FixtureRequest, make_shop: Callable[..., Shop]) -> Shop:
-    """A shop on either store."""
+def either(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What a shop is made with to be on this store."""
     if request.param == "sqlite":
-        return make_shop()
-    return make_shop(budget_database_url=request.getfixturevalue("postgres_url"))
+        return {}
+    return {"budget_database_url": request.getfixturevalue("postgres_url")}
+
+
+@pytest.fixture
+def on_both(either: dict[str, str], make_shop: Callable[..., Shop]) -> Shop:
+    """A shop on either store."""
+    return make_shop(**either)
 
 
 @pytest.fixture(scope="package")

@@ -17,7 +17,6 @@ import pytest
 
 from celery_budget import budgeted
 from celery_budget.cli import budget
-from celery_budget.store import schema
 from tests.contract.support import RETURNED, Ledger
 from tests.integration.commands import Done, Run, runner
 from tests.integration.support import Shop, make_app
@@ -205,31 +204,6 @@ def test_amounts_are_exact_in_json(shop: Shop, run: Run) -> None:
     assert found["drift"][0]["actual"] == BIG
     [request] = run(shop.app, "explain", "order-1", "--json").json["requests"]
     assert request["usage"][0]["amount"] == BIG
-
-
-def test_reconcile_of_a_ledger_that_adds_up(shop: Shop, run: Run) -> None:
-    ledger_of(shop).reserve(10, budget="tenant:a")
-    done = run(shop.app, "reconcile")
-    assert done.code == 0
-    assert done.out == "the ledger adds up: 1 request, open: 1 reserved, 1 message due\n"
-    found = run(shop.app, "reconcile", "--json")
-    assert found.code == 0
-    assert (found.json["ok"], found.json["mismatches"], found.json["requests"]) == (True, [], 1)
-
-
-def test_reconcile_lists_mismatches_and_fails(shop: Shop, run: Run) -> None:
-    ledger_of(shop).reserve(10, budget="tenant:a")
-    shop.sql(schema.balances.update().values(reserved=9))
-    said = (
-        "budget 'tenant:a' says 9 reserved and 0 spent, its lines add up to 10 and 0, "
-        "its journal leads to 10 and 0"
-    )
-    done = run(shop.app, "reconcile")
-    assert done.code == 1
-    assert done.out.splitlines() == ["the ledger does not add up: 1 mismatch", f"- {said}"]
-    found = run(shop.app, "reconcile", "--json")
-    assert (found.code, found.json["ok"], found.json["mismatches"]) == (1, False, [said])
-    assert run(shop.app, "report").code == 0
 
 
 # What goes wrong.

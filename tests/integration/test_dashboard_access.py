@@ -34,7 +34,16 @@ def client(shop: Shop) -> TestClient:
     return client_of(create_app(shop.budget, TOKEN))
 
 
-PATHS = ["/", "/budget?name=tenant:a", "/request", "/plots", "/api/overview", "/nope", "/api/nope"]
+PATHS = [
+    "/",
+    "/budget?name=tenant:a",
+    "/request",
+    "/plots",
+    "/metrics",
+    "/api/overview",
+    "/nope",
+    "/api/nope",
+]
 
 
 def test_without_the_token_nothing_is_shown(client: TestClient) -> None:

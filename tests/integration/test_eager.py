@@ -783,25 +783,28 @@ work.apply((int(sys.argv[2]), int(sys.argv[3])), task_id="killed")
 
 @pytest.mark.parametrize(("used", "retries", "spent"), [(0, 0, 6), (2, 0, 6), (9, 0, 9), (2, 1, 8)])
 def test_a_process_that_dies_leaves_a_lost_attempt(
-    on_both: Shop, used: int, retries: int, spent: int
+    either: dict[str, str], make_shop: Callable[..., Shop], used: int, retries: int, spent: int
 ) -> None:
-    works = Works(on_both)
-    url = on_both.app.conf.budget_database_url
+    shop = make_shop(
+        **either, budget_lease_seconds=1, budget_publish_seconds=1, budget_lock_seconds=1
+    )
+    works = Works(shop)
+    url = shop.app.conf.budget_database_url
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, url, str(used), str(retries)], cwd=ROOT, timeout=WAIT
     )
     assert ended.returncode == -signal.SIGKILL
-    assert on_both.rows(schema.outbox) == []
+    assert shop.rows(schema.outbox) == []
 
     def swept() -> str:
-        on_both.sweep()
-        return str(on_both.budget.explain("killed")[0].reservation["state"])
+        shop.sweep()
+        return str(shop.budget.explain("killed")[0].reservation["state"])
 
     eventually(swept, lambda state: state == "lost")
     works.spent(spent)
-    assert on_both.relay().published == 0
-    on_both.sweep()
+    assert shop.relay().published == 0
+    shop.sweep()
     works.spent(spent)
-    assert isinstance(on_both.app.AsyncResult("killed").result, AttemptLost)
+    assert isinstance(shop.app.AsyncResult("killed").result, AttemptLost)
     assert eager.APPLY[:3] == ("link", "link_error", "task_id")
     assert eager.APPLY_ASYNC[0] == "task_id"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_content(wheel: Path) -> None:
 def test_nothing_else_is_shipped(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert tops == {"celery_budget", next(top for top in tops if top.endswith(".dist-info"))}
+
+
+def test_the_source_has_what_metrics_are_watched_by(tmp_path: Path) -> None:
+    command = ["-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    run(sys.executable, *command, cwd=tmp_path)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("grafana/celery_budget.json", "prometheus/rules.yml"):
+        assert f"docs/monitoring/{name}" in names
 
 
 def test_metadata(wheel: Path) -> None:
