@@ -5,12 +5,14 @@ One transaction in each case, and one round trip on PostgreSQL where it is reser
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from celery_budget import watching
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.identity import new_id
 from celery_budget.core.lanes import Lane
@@ -52,6 +54,7 @@ from celery_budget.store import (
 from celery_budget.store import outlook as looks
 from celery_budget.store.batch import TURNED_AWAY
 from celery_budget.store.requests import error_of
+from celery_budget.tracing import NOTHING, Span
 
 __all__ = [
     "Publication",
@@ -90,6 +93,7 @@ def admit(
     delivered: bool = False,
     last: bool = True,
     stop: Stop | None = None,
+    span: Span = NOTHING,
 ) -> Admitted:
     """Reserve ``request`` with ``message`` in the outbox, or refuse it, or park it.
 
@@ -99,9 +103,38 @@ def admit(
     :param delivered: a worker has the message already; it is kept, not published.
     :param last: false where another lane is tried next: what does not fit here is refused,
         uncounted, and not parked.
+    :param span: gets the outcome.
     :raises ParkingFull, UnknownBudget, RequestConflict, OutboxFull, QueueFull, StoreError: nothing
         was changed.
     """
+    began = time.perf_counter()
+    tried = _admit(
+        store,
+        settings,
+        request,
+        message,
+        continuation=continuation,
+        delivered=delivered,
+        last=last,
+        stop=stop,
+    )
+    watching.admission(settings, request, tried, began, last=last, span=span)
+    if isinstance(tried, (Crowded, Backlogged, Full, Unknown, Conflict, Skipped)):
+        raise error_of(tried)
+    return tried
+
+
+def _admit(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    message: WireMessage,
+    *,
+    continuation: bool,
+    delivered: bool,
+    last: bool,
+    stop: Stop | None,
+) -> Tried | Parked:
     delivered_us = settings.republish_us if delivered else None
     parks = request.parks and last
     if continuation and not last:
@@ -143,8 +176,6 @@ def admit(
             bound=settings.max_outbox,
             most=settings.max_parked,
         )
-    if isinstance(tried, (Crowded, Backlogged, Full, Unknown, Conflict, Skipped)):
-        raise error_of(tried)
     return tried
 
 
@@ -163,6 +194,7 @@ class Publication:
     :ivar prepare: of what is no message: what is to be done before those of its unit go out, and
         goes with those without a budget. Called with no budget locked, but where it fits only
         after a look; again it does nothing.
+    :ivar trace: headers with the context of the span that it was made in.
     :ivar message_id: of a message without a request: by it the same call finds it written.
     """
 
@@ -174,6 +206,7 @@ class Publication:
     needs: uuid.UUID | None = None
     canvas: str | None = None
     prepare: Callable[[], object] | None = None
+    trace: Mapping[str, str] = field(default_factory=dict)
     message_id: uuid.UUID = field(default_factory=new_id)
 
 
@@ -197,7 +230,12 @@ def admit_many(
     """
     if not publications:
         return []
-    return transactions.run(_admit_many, settings, publications, partial)
+    began = time.perf_counter()
+    outcomes = transactions.run(_admit_many, settings, publications, partial)
+    for one, outcome in zip(publications, outcomes, strict=True):
+        if one.request is not None and not isinstance(outcome, Skipped):
+            watching.admission(settings, one.request, outcome, began)
+    return outcomes
 
 
 def _admit_many(
@@ -442,6 +480,7 @@ def retry(
     attempt: int,
     claim_id: uuid.UUID,
     stop: Stop | None = None,
+    span: Span = NOTHING,
 ) -> Reserved | Parked | None:
     """Write the message of a running attempt's retry, blocked until that attempt ends.
 
@@ -449,10 +488,15 @@ def retry(
     nothing changed, where the attempt has lost its fence. Waits out faults of the store.
 
     :param request: carries the reservation's own id and the retry's number.
+    :param span: gets the outcome.
     """
-    return store.wait_out(
+    began = time.perf_counter()
+    written = store.wait_out(
         stop, attempts.write_retry, request, message, attempt, claim_id, settings.park_us
     )
+    if written is not None:
+        watching.admission(settings, request, written, began, span=span)
+    return written
 
 
 def retry_unclaimed(

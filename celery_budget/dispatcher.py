@@ -6,17 +6,17 @@ pass. Where no lane holds anything that is one look. How a lane chooses is in ``
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, dispatching
 from celery_budget.store.dispatching import Overdue
 
 __all__ = ["Dispatched", "Dispatcher"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How many messages a pass ends that were held for too long, of each lane.
 ENDED = 100
@@ -63,7 +63,7 @@ class Dispatcher:
         try:
             return self._store.run(dispatching.dispatch, self._root, name)
         except Exception:
-            logger.exception("lane %r could not be dispatched; the next pass tries it again", name)
+            logger.exception("lane.failed", lane=name)
             return 0
 
     def _end(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class Dispatcher:
         seen = self._store.read(dispatching.overdue, self._root, ENDED)
         ended = [one for one in seen if self._end_one(one)]
         for one in ended:
-            logger.warning("task %s was held by lane %r for too long", one.task_id, one.lane)
+            logger.event("lane.overdue", task_id=one.task_id, lane=one.lane)
         if len(seen) < ENDED:
             self._ends_at = time.monotonic() + END_SECONDS
         return tuple(one.task_id for one in ended)
@@ -80,7 +80,5 @@ class Dispatcher:
         try:
             return self._store.run(dispatching.end, self._root, one)
         except Exception:
-            logger.exception(
-                "task %s could not be ended; the next pass tries it again", one.task_id
-            )
+            logger.exception("lane.end_failed", task_id=one.task_id)
             return False

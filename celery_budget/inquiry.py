@@ -6,17 +6,17 @@ Each attempt is taken by one process at a time; one that dies with it has it ask
 
 from __future__ import annotations
 
-import logging
 from typing import Protocol
 
 from celery_budget.core.backoff import backoff_seconds
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, inquiries
 from celery_budget.store.inquiries import Inquiry
 
 __all__ = ["Tasks", "run_once"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 LIMIT = 20
 #: How soon a task is asked once more, longer each time.
@@ -67,7 +67,14 @@ def run_once(store: Store, settings: Settings, tasks: Tasks) -> int:
         )
         concluded += state is not None
         said = ", ".join(filter(None, (reason, state)))
-        logger.warning("%s was lost: %s", _named(seen), said)
+        logger.event(
+            "attempt.lost",
+            attempt=seen.attempt,
+            task=seen.task_name,
+            task_id=seen.task_id,
+            reservation_id=seen.reservation_id,
+            reason=said,
+        )
     return concluded
 
 
@@ -79,14 +86,26 @@ def _ask(settings: Settings, tasks: Tasks, seen: Inquiry) -> tuple[bool, str | N
         if answer:
             return True, LOOKED_UP
     except Exception:
-        logger.exception("what became of %s is not known; it is asked again", _named(seen))
+        logger.exception(
+            "attempt.lookup_failed",
+            attempt=seen.attempt,
+            task=seen.task_name,
+            task_id=seen.task_id,
+            reservation_id=seen.reservation_id,
+        )
         answer = False
     if answer is False and seen.age_us < settings.lookup_us:
         return None
     try:
         return False, COMPENSATED if tasks.compensate(seen) else None
     except Exception:
-        logger.exception("nothing has undone %s; it is tried again", _named(seen))
+        logger.exception(
+            "attempt.compensate_failed",
+            attempt=seen.attempt,
+            task=seen.task_name,
+            task_id=seen.task_id,
+            reservation_id=seen.reservation_id,
+        )
         return None if seen.age_us < 2 * settings.lookup_us else (False, NOT_COMPENSATED)
 
 

@@ -7,19 +7,19 @@ Several may run at once: what one is at, another passes by.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from celery_budget.core import parking
 from celery_budget.core.reservations import GivenUp, Refused
 from celery_budget.errors import BudgetError
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, continuations, parked, queues
 
 __all__ = ["Looked", "run_once"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How many budgets are looked at by one statement.
 PAGE = 500
@@ -82,23 +82,23 @@ def _give_up(store: Store, settings: Settings, gave_up: Callable[[GivenUp], obje
                 continuations.give_up, settings.root, row.parked_id, row.reservation_id
             )
         except Exception:
-            logger.exception("task %s cannot be given up; it is tried again", row.task_id)
+            logger.exception("parked.give_up_failed", task_id=row.task_id)
             store.run(parked.put_off, settings.root, row.parked_id, PUT_OFF_US)
             continue
         if given_up is None:
             continue
         over += 1
-        logger.warning(
-            "task %s[%s] waited too long for %s of budget %r and is given up",
-            given_up.task_name,
-            given_up.task_id,
-            given_up.amount,
-            given_up.budget,
+        logger.event(
+            "request.given_up",
+            task=given_up.task_name,
+            task_id=given_up.task_id,
+            amount=given_up.amount,
+            name=given_up.budget,
         )
         try:
             gave_up(given_up)
         except Exception:
-            logger.exception("what is to hear that task %s was given up failed", row.task_id)
+            logger.exception("parked.listener_failed", task_id=row.task_id)
     return over
 
 
@@ -123,18 +123,17 @@ def _admit(store: Store, settings: Settings, queue: queues.Queue) -> int:
                 settings.lock_ms,
             )
         except Exception as error:
-            # Told again and again: an error of ours says enough in one line.
-            ours = isinstance(error, BudgetError)
-            logger.log(
-                logging.INFO if ours else logging.ERROR,
-                "what is parked as %s stays so: %s",
-                parked_id,
-                error,
-                exc_info=not ours,
-            )
+            if isinstance(error, BudgetError):
+                # Told again and again: an error of ours says enough in one line.
+                logger.event("parked.put_off", parked_id=parked_id, error=error)
+            else:
+                kind = type(error).__name__
+                logger.exception("parked.failed", parked_id=parked_id, error_type=kind)
             store.run(parked.put_off, settings.root, parked_id, PUT_OFF_US)
             continue
-        admitted += tried is True
+        if tried is True:
+            admitted += 1
+            logger.event("request.unparked", parked_id=parked_id, name=queue.budget)
         if not isinstance(tried, Refused) and not tried:
             # Another sweep is at it.
             return admitted

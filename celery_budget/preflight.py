@@ -6,16 +6,16 @@ seconds; a lane whose workers did not answer, or were not asked for longer, is a
 
 from __future__ import annotations
 
-import logging
 from typing import Protocol
 
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, preflight
 from celery_budget.store.preflight import ToAsk
 
 __all__ = ["Preflight", "Workers"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How often a lane is asked about.
 EVERY_US = 1_000_000
@@ -66,7 +66,7 @@ class Preflight:
             return
         if reason is None:
             del self._logged[name]
-            logger.info("lane %r is awake: its workers answer", name)
+            logger.event("lane.awake", lane=name)
         else:
             self._logged[name] = reason
-            logger.info("lane %r releases nothing: %s", name, reason)
+            logger.event("lane.asleep", lane=name, reason=reason)

@@ -8,12 +8,12 @@ is kept no longer is deleted.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import (
     Store,
@@ -32,9 +32,16 @@ from celery_budget.telling import tell
 
 __all__ = ["Recovered", "Results", "run_once"]
 
-T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+class _Piece(Protocol):
+    @property
+    def task_id(self) -> str:
+        """The task that it is about."""
+
+
+T = TypeVar("T", bound=_Piece)
+
+logger = Logger(__name__)
 
 LIMIT = 100
 #: After how many failures in a row the rest of its kind waits for the next pass.
@@ -84,15 +91,28 @@ def run_once(store: Store, settings: Settings, results: Results, suspicion: Susp
         lambda seen: store.run(lapses.postpone, root, seen, AGAIN_US),
     ):
         steps[step] += 1
-        logger.warning(
-            "attempt %s of task %s[%s] lapsed: %s", seen.attempt, seen.task_name, seen.task_id, step
+        logger.event(
+            "attempt.lapsed",
+            attempt=seen.attempt,
+            task=seen.task_name,
+            task_id=seen.task_id,
+            reservation_id=seen.reservation_id,
+            step=step,
         )
-    for _, step in _bring_on(
+    for silence, step in _bring_on(
         suspicion.look(),
         lambda lost: _recover_silent(store, settings, results, lost),
         lambda lost: store.run(silent.postpone, root, lost, AGAIN_US),
     ):
         steps[step] += 1
+        logger.event(
+            "message.silent",
+            task_id=silence.task_id,
+            broker=silence.broker,
+            queue=silence.queue,
+            count=silence.publishes,
+            step=step,
+        )
     # Last, so that what has just ended is told as well.
     for _, step in _bring_on(
         store.read(untold.due, root, LIMIT),
@@ -125,11 +145,13 @@ def _bring_on(
         try:
             step = recover(piece)
         except Exception:
-            logger.exception("could not recover %s; it is tried again", piece)
+            logger.exception("recovery.failed", piece=type(piece).__name__, task_id=piece.task_id)
             try:
                 postpone(piece)
             except Exception:
-                logger.exception("nor could it be postponed")
+                logger.exception(
+                    "recovery.postpone_failed", piece=type(piece).__name__, task_id=piece.task_id
+                )
             failed += 1
             if failed == IN_A_ROW:
                 return

@@ -8,7 +8,6 @@ leads to.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from celery_budget.core.backoff import backoff_seconds
 from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.dispatcher import Dispatcher
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, claims, quarantine
 from celery_budget.store.claims import Due
@@ -37,7 +37,7 @@ __all__ = [
     "run_once",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Between two tries to publish a message that was refused.
 FIRST_WAIT_SECONDS = 0.5
@@ -267,15 +267,22 @@ class Relay:
                 self._postpone(fence, due, str(error))
         else:
             steps["published"] += 1
+            logger.event(
+                "message.published",
+                task=message.task_name,
+                task_id=message.task_id,
+                broker=message.broker,
+                queue=message.queue,
+            )
             self._unanswered.pop(due.outbox_id, None)
             with self._lock:
                 self._published.append(due)
-        rest.end()
+        if rest.end():
+            logger.event("broker.up", broker=message.broker)
 
     def _wait_for_broker(self, fence: uuid.UUID, due: Due, down: BrokerDown) -> None:
         """Leave the rest of the batch alone; see :class:`BrokerDown`."""
-        name = repr(due.message.broker) if due.message.broker else "of the application"
-        logger.warning("the broker %s cannot be reached: %s", name, down.error)
+        logger.event("broker.down", broker=due.message.broker, error=down.error)
         with self._lock:
             self._trouble = down.error
             if not down.sent:
@@ -290,7 +297,15 @@ class Relay:
 
     def _postpone(self, fence: uuid.UUID, due: Due, error: str) -> None:
         """Have a message that failed tried again later; what follows it by its key waits for it."""
-        logger.warning("%s is tried again later: %s", _named(due), error)
+        logger.event(
+            "message.postponed",
+            task=due.message.task_name,
+            task_id=due.message.task_id,
+            broker=due.message.broker,
+            queue=due.message.queue,
+            failures=due.failures,
+            error=error,
+        )
         self._reschedule(fence, due, error, due.failures + 1, failed=True)
         key = due.message.order_key
         if key is None:
@@ -326,7 +341,15 @@ class Relay:
             quarantine.isolate, self._settings.root, fence, due, reason, error
         )
         if isolated:
-            logger.error("%s is in quarantine, %s: %s", _named(due), reason, error)
+            logger.event(
+                "message.quarantined",
+                task=due.message.task_name,
+                task_id=due.message.task_id,
+                broker=due.message.broker,
+                queue=due.message.queue,
+                reason=reason,
+                error=error,
+            )
             self._tell(due.message.task_id)
         return isolated
 
@@ -334,6 +357,12 @@ class Relay:
         """End a message whose time is over; return whether it has ended now."""
         expired = self._store.run(claims.expire, self._settings.root, fence, due)
         if expired:
+            logger.event(
+                "request.released",
+                task_id=due.message.task_id,
+                state="released",
+                reason="expired",
+            )
             self._tell(due.message.task_id)
         return expired
 
@@ -368,9 +397,11 @@ class _Rest:
         wait = backoff_seconds(self.failures, first, longest)
         self.until = time.monotonic() + wait
 
-    def end(self) -> None:
-        """It answers."""
+    def end(self) -> bool:
+        """It answers; return whether it did not before."""
+        ended = self.failures > 0
         self.failures, self.until = 0, 0.0
+        return ended
 
 
 def _named(due: Due) -> str:
@@ -404,5 +435,5 @@ def run(relay: Relay, settings: Settings, sleeper: Sleeper, stop: threading.Even
             failures = 0
         except Exception:
             failures += 1
-            logger.exception("the relay could not work through the outbox")
+            logger.exception("step.failed", step="a pass through the outbox")
             stop.wait(backoff_seconds(failures, settings.poll_seconds, LONGEST_OUTAGE_SECONDS))

@@ -5,15 +5,15 @@ A fault of the store never becomes a task's failure: claim, usage and settlement
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
+from celery_budget import tracing, watching
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_text, check_unit
 from celery_budget.core.deadlines import moment
@@ -33,6 +33,7 @@ from celery_budget.core.reservations import (
     Refused,
     Released,
     Replay,
+    Reserved,
     ReserveRequest,
     Running,
     StoredOutcome,
@@ -48,6 +49,7 @@ from celery_budget.errors import (
     ReservationExhausted,
     StoreError,
 )
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.spool import Ended as EndedEntry
 from celery_budget.spool import Entry, Held, Patience, Spool
@@ -72,6 +74,7 @@ from celery_budget.store.attempts import Delivery
 from celery_budget.store.enlisted import Enlisted
 from celery_budget.store.in_place import NotStarted, Standing
 from celery_budget.store.lapses import REPLAY_LEASES
+from celery_budget.tracing import NOTHING, Span
 
 __all__ = [
     "Attempt",
@@ -97,7 +100,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 MAX_KEY_LENGTH = 255
 
@@ -131,6 +134,7 @@ def claim(
     if isinstance(claimed, Replay):
         _alarm(claimed.kept, delivery.reservation_id, settings)
     if isinstance(claimed, (Claimed, Replay)):
+        watching.claim(settings, delivery.reservation_id, delivery.task_id, claimed)
         elapsed_us = claimed.elapsed_us if isinstance(claimed, Claimed) else 0
         return Attempt(
             store,
@@ -159,11 +163,8 @@ def _until(claimed: Claimed | Replay) -> float | None:
 def _alarm(kept: bool | None, reservation_id: uuid.UUID, settings: Settings) -> None:
     """Say that a request which failed for good is not kept in quarantine, if so."""
     if kept is False:
-        logger.error(
-            "quarantine is full (budget_max_quarantine is %d): reservation %s has failed for good "
-            "and is not kept; see 'celery -A PROJ budget quarantine list', and requeue or discard",
-            settings.max_quarantine,
-            reservation_id,
+        logger.event(
+            "quarantine.full", bound=settings.max_quarantine, reservation_id=reservation_id
         )
 
 
@@ -182,9 +183,13 @@ def start(
     :param last: false where another lane is tried next: a refusal is not counted.
     :raises StoreError: nothing is known to have been changed; what was is lost with its lease.
     """
+    began = time.perf_counter()
     started = store.run(in_place.start, request, delivery, claim_id, settings.lease_us, note=last)
     if not isinstance(started, Claimed):
+        if not isinstance(started, Closed):
+            watching.admission(settings, request, started, began, last=last)
         return started
+    watching.admission(settings, request, Reserved(request.reservation_id), began)
     return _in_place(store, settings, delivery, started)
 
 
@@ -221,6 +226,7 @@ def go_on(
 
 
 def _in_place(store: Store, settings: Settings, delivery: Delivery, claimed: Claimed) -> Attempt:
+    watching.claim(settings, delivery.reservation_id, delivery.task_id, claimed)
     return Attempt(
         store,
         settings,
@@ -289,6 +295,9 @@ class Attempt:
     :ivar spent: why no attempt follows it, where a retry was turned away.
     :ivar cut_short: whether its task was told an error since the worker stops.
     :ivar spooled: whether its end waits in the spool, and nothing may follow from it here.
+    :ivar since: when it was claimed, by this process's clock.
+    :ivar span: of its run.
+    :ivar trace: headers with the context of that, for what follows after it has ended.
     """
 
     store: Store
@@ -317,6 +326,9 @@ class Attempt:
     spent: str | None = None
     cut_short: bool = False
     spooled: bool = False
+    since: float = field(default_factory=time.monotonic)
+    span: Span = NOTHING
+    trace: Mapping[str, str] = field(default_factory=dict)
     _unsure: list[_Record] = field(default_factory=list)
     _held: list[tuple[Entry, Held]] = field(default_factory=list)
     _sequence: int = 0
@@ -344,6 +356,8 @@ class Attempt:
         """
         record = (self.root, self.reservation_id, self.number, self._written(key), used)
         outcome = self._recorded(record)
+        if isinstance(outcome, Recorded):
+            watching.recorded(self.reservation_id, self.number, outcome)
         if isinstance(outcome, Recorded) and outcome.exceeded is not None:
             over = outcome.exceeded
             self.exhausted[over.unit] = ReservationExhausted(
@@ -583,6 +597,12 @@ class Attempt:
         :attr:`cancelled` where that is not to be stored, and :attr:`spooled` where the ledger does
         not know it.
         """
+        with tracing.of(self.settings).span(
+            "budget.settle", "internal", parent=self.trace, only_within=True
+        ) as span:
+            return self._end(outcome, span)
+
+    def _end(self, outcome: Outcome, span: Span) -> bool:
         entries: list[Entry] = [UsageEntry(*record) for record in self._unsure]
         if self.delivery is not None:
             of = (self.delivery.task_id, self.delivery.boot_id)
@@ -594,7 +614,9 @@ class Attempt:
                     self._tell(entries, usage.record, *self._unsure[0])
                 except (PolicyError, InvalidAmount) as error:
                     # What it would have been told at once, had it not been interrupted.
-                    logger.warning("usage that was not recorded: %s", error)
+                    logger.event(
+                        "usage.unrecorded", error=error, reservation_id=self.reservation_id
+                    )
                 del self._unsure[0], entries[0]
             ended = self._tell(entries, end, *self._key, outcome)
         except _Stopped:
@@ -605,6 +627,9 @@ class Attempt:
         self.cancelled = isinstance(ended, Ended) and ended.cancelled
         if isinstance(ended, Ended):
             _alarm(ended.kept, self.reservation_id, self.settings)
+            seconds = time.monotonic() - self.since
+            key = (self.reservation_id, self.number, outcome, ended, seconds, span)
+            watching.end(self.settings, *key)
         return isinstance(ended, Ended)
 
     def end_within(self, transaction: Enlisted, outcome: Outcome, value: object) -> bool:
@@ -621,6 +646,9 @@ class Attempt:
         end = in_place.end if self.in_place else attempts.end
         ended = transaction.run(end, *self._key, outcome)
         if isinstance(ended, Ended):
+            seconds = time.monotonic() - self.since
+            key = (self.reservation_id, self.number, outcome, ended, seconds)
+            watching.end(self.settings, *key, self.span)
             self.within = Within(transaction, value)
         return isinstance(ended, Ended)
 
@@ -790,11 +818,8 @@ def replay(store: Store, settings: Settings, entry: Entry) -> None:
         key = (entry.root, entry.reservation_id, entry.attempt, entry.claim_id)
         ended = store.run(attempts.end, *key, entry.outcome)
         if isinstance(ended, Closed):
-            logger.warning(
-                "attempt %s of reservation %s had lost its claim when its outcome arrived; that is "
-                "refused",
-                entry.attempt,
-                entry.reservation_id,
+            logger.event(
+                "attempt.claim_lost", attempt=entry.attempt, reservation_id=entry.reservation_id
             )
             return
         _alarm(ended.kept, entry.reservation_id, settings)
@@ -829,7 +854,10 @@ def cancel(
     last: continuations.Last = lambda message: None,
 ) -> Released | Cancelling | Closed | Missing:
     """End the request of a task, or mark one that runs: :func:`continuations.cancel`, committed."""
-    return store.run(continuations.cancel, settings.root, task_id, last)
+    outcome = store.run(continuations.cancel, settings.root, task_id, last)
+    if isinstance(outcome, Released):
+        logger.event("request.released", task_id=task_id, state=outcome.state, reason="cancelled")
+    return outcome
 
 
 def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> bool:
@@ -838,4 +866,8 @@ def revoke(store: Store, root: str, reservation_id: uuid.UUID, reason: str) -> b
     True also where the ledger does not know it.
     """
     outcome = store.run(claims.revoke, root, reservation_id, reason)
+    if isinstance(outcome, Released):
+        logger.event(
+            "request.released", task_id=outcome.task_id, state=outcome.state, reason=reason
+        )
     return isinstance(outcome, (Released, Missing))

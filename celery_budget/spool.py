@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -29,11 +28,12 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import Again, Outcome
 from celery_budget.core.retries import Keep
 from celery_budget.core.usage import Used
+from celery_budget.events import Logger
 from celery_budget.store import Stop
 
 __all__ = ["ASIDE", "Ended", "Entry", "Held", "Lost", "Patience", "Spool", "Usage"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: What follows the name of a file that was moved aside.
 ASIDE = ".aside"
@@ -198,11 +198,8 @@ class Spool:
             part.rename(path)
             _flush(self._folder)
         except OSError as error:
-            self._tell(
-                str(self._folder),
-                "%s cannot be written: what the ledger cannot be told is kept in memory: %s",
-                error,
-            )
+            if self._first(self._folder):
+                logger.event("spool.unwritable", path=str(self._folder), error=error)
             Held(part, descriptor).drop()
             return None
         except BaseException:
@@ -219,7 +216,8 @@ class Spool:
         except FileNotFoundError:
             return
         except OSError as error:
-            self._tell(str(self._folder), "%s cannot be read: %s", error)
+            if self._first(self._folder):
+                logger.event("spool.unreadable", path=str(self._folder), error=error)
             return
         for name in names:
             if name.endswith(".json"):
@@ -236,7 +234,8 @@ class Spool:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._tell(str(path), "%s cannot be read: %s", error)
+            if self._first(path):
+                logger.event("spool.unreadable", path=str(path), error=error)
             return None
         held = Held(path, descriptor)
         try:
@@ -257,19 +256,21 @@ class Spool:
             if not _NAME.fullmatch(name) or name != _name(entry, content):
                 raise ValueError("its content is not what its name says")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            logger.error("%s is no entry of this spool, and moved aside: %r", path, error)
+            logger.event("spool.invalid", path=str(path), error_type=type(error).__name__)
             held.put_aside()
         except OSError as error:
-            self._tell(str(path), "%s cannot be read: %s", error)
+            if self._first(path):
+                logger.event("spool.unreadable", path=str(path), error=error)
             held.release()
         else:
             return entry
         return None
 
-    def _tell(self, what: str, message: str, error: OSError) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            logger.error(message, what, error)
+    def _first(self, path: Path) -> bool:
+        """Tell whether nothing was said of a path before."""
+        first = str(path) not in self._told
+        self._told.add(str(path))
+        return first
 
 
 def _make_folder(folder: Path) -> None:

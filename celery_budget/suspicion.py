@@ -7,17 +7,17 @@ published to the same queue after it: queues give what they have in the order th
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Protocol
 
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Store, silent
 from celery_budget.store.silent import Lane, Silent
 
 __all__ = ["Queues", "Suspicion"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How many messages a pass looks at.
 LOOKED_AT = 1000
@@ -118,7 +118,7 @@ class Suspicion:
         unasked = set(first)
         for queue, one in first.items():
             if time.monotonic() > until:
-                logger.warning("%d queues are asked later: their brokers are slow", len(unasked))
+                logger.event("broker.slow", count=len(unasked))
                 break
             unasked.discard(queue)
             envelope = envelopes.get(one.outbox_id)

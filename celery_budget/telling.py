@@ -6,17 +6,17 @@ asked. What could not be told stays noted, and recovery tells it later.
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from typing import Protocol
 
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.store import Store, untold
 from celery_budget.store.untold import Untold
 
 __all__ = ["Ended", "tell", "tell_task"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: Of how many requests with one task id the ends are told at a time.
 LIMIT = 10
@@ -62,6 +62,6 @@ def tell_task(store: Store, root: str, ended: Ended, task_id: str) -> bool:
         for seen in store.read(untold.due, root, LIMIT, task_id):
             tell(store, root, ended, seen)
     except Exception:
-        logger.exception("the result of task %s could not be stored; it is tried again", task_id)
+        logger.exception("result.untold", task_id=task_id)
         return False
     return True

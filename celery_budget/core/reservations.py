@@ -35,6 +35,7 @@ __all__ = [
     "AlreadyReserved",
     "Backlogged",
     "Begun",
+    "Charge",
     "Claimed",
     "Closed",
     "Conflict",
@@ -56,6 +57,7 @@ __all__ = [
     "ReserveRequest",
     "Reserved",
     "Running",
+    "Settlement",
     "Skipped",
     "StoredOutcome",
     "Tried",
@@ -153,6 +155,10 @@ class ReserveRequest:
     tenant: str | None = None
     parks: bool = False
     park_us: int | None = None
+
+    def estimates(self) -> dict[str, int]:
+        """What it asks of each budget it names."""
+        return {line.budget: line.amount for line in self.lines}
 
     @property
     def weight(self) -> int:
@@ -361,17 +367,43 @@ class Cancelling:
 
 
 @dataclass(frozen=True)
+class Charge:
+    """What one line of a reservation came to; amounts in its budget's unit."""
+
+    budget: str
+    unit: str
+    estimated: int
+    used: int
+    charged: int
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What a reservation was settled at.
+
+    :ivar over: whether more was used than was held, or estimated.
+    :ivar unmetered: whether anything was charged without being told.
+    """
+
+    charges: tuple[Charge, ...]
+    over: bool
+    unmetered: bool
+
+
+@dataclass(frozen=True)
 class Ended:
     """The attempt ended with this outcome, now or before.
 
     :ivar state: the reservation's: ``settled``, or ``waiting`` for another attempt.
     :ivar cancelled: whether another attempt was to follow, and none does: it was cancelled.
     :ivar kept: whether its request is in quarantine now; none where that was not asked for.
+    :ivar settlement: what it was settled at just now; none where it was not, or before.
     """
 
     state: str
     cancelled: bool = False
     kept: bool | None = field(default=None, compare=False)
+    settlement: Settlement | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from celery.exceptions import Ignore
 
-from celery_budget import admission
+from celery_budget import admission, tracing
 from celery_budget.admission import Publication, Transactions
-from celery_budget.core.reservations import Skipped
+from celery_budget.core.reservations import Reserved, Skipped
 from celery_budget.errors import BudgetError, PolicyError
 from celery_budget.integration.context import current_attempt
 from celery_budget.integration.results import BackendResults
 from celery_budget.store import Connection, Stop, Store
 from celery_budget.store.batch import TURNED_AWAY
 from celery_budget.store.requests import error_of
+from celery_budget.tracing import Span
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -176,9 +177,18 @@ class Batch:
             # A fault of the store must not become a failure of what has just finished.
             attempt = current_attempt(self.budget.app)
             transactions = _WaitedOut(self.budget.store, attempt.stop if attempt else None)
+        if not waiting:
+            return
+        traced = tracing.of(self.budget.settings)
+        with traced.span("budget.admit", "internal", links=[one.trace for one in waiting]) as span:
+            span.set(messages=len(waiting))
+            self._decide(transactions, waiting, span)
+
+    def _decide(self, transactions: Transactions, waiting: list[Publication], span: Span) -> None:
         outcomes = admission.admit_many(
             transactions, self.budget.settings, waiting, partial=self._partial
         )
+        span.set(admitted=sum(isinstance(outcome, Reserved) for outcome in outcomes))
         for one, outcome in zip(waiting, outcomes, strict=True):
             if one.request is None or not isinstance(outcome, (*TURNED_AWAY, Skipped)):
                 continue

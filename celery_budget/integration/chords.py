@@ -8,7 +8,6 @@ published.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,13 @@ from typing import Any
 from celery.backends.base import Backend
 
 from celery_budget.admission import Publication
+from celery_budget.events import Logger
 from celery_budget.integration.batch import Batch, current_batch
 from celery_budget.integration.results import is_redis
 
 __all__ = ["told_at_admission", "wait_for_body"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: What Celery calls to tell a backend of a chord. Its own, of backends that are polled, tell none
 #: anything: they publish ``celery.chord_unlock``, which the gate takes, or do nothing.
@@ -78,7 +78,7 @@ def wait_for_body(backend: Any, request: Any) -> None:
     if not (request and request.chord and request.group and is_redis(backend)):
         return
     if _is_claimed(backend, request.group):
-        logger.info("the body of chord %s is claimed; waiting for its end", request.group)
+        logger.event("chord.claimed", group_id=request.group)
     while _is_claimed(backend, request.group):
         time.sleep(_LOOK_SECONDS)
 

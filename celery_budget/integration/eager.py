@@ -7,7 +7,6 @@ an error of the caller. It has no message: should this process die, its lease la
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from celery_budget.core.reservations import (
 )
 from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import AttemptLost, AttemptsSpent, PolicyError, RequestNotRun
+from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
 from celery_budget.integration.context import (
     BOOT_ID,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = ["apply", "replaced", "run", "with_task_id"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: What Celery's methods take by position after a call's arguments.
 APPLY = tuple(inspect.signature(Task.apply).parameters)[3:]
@@ -126,7 +126,6 @@ def apply(
     else:
         begun = _start(budget, request, terms.fallback)
     if isinstance(begun, AlreadyReserved):
-        logger.info("task %s[%s] was admitted before", task.name, begun.task_id)
         return _repeated(budget, task, begun.task_id, options)
     options["task_id"] = begun.task_id
     with kept(budget, begun.attempt, begun.task_id), _running(begun):
@@ -228,8 +227,12 @@ def _running(this: Run) -> Iterator[None]:
         _runs.reset(token)
         try:
             this.end(this.otherwise)
-        except AttemptLost as error:
-            logger.warning("%s", error)
+        except AttemptLost:
+            logger.event(
+                "attempt.claim_lost",
+                attempt=this.attempt.number,
+                reservation_id=this.attempt.reservation_id,
+            )
 
 
 def _request(

@@ -8,7 +8,6 @@ caller's transaction: all of it is committed with what the task did there, or no
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -20,6 +19,7 @@ from celery_budget.core import losses
 from celery_budget.core.budgets import check_text
 from celery_budget.core.reservations import Begun, Closed, Outcome
 from celery_budget.errors import BudgetError, ClaimLost, EffectError, InvalidName, NotRunning
+from celery_budget.events import Logger
 from celery_budget.integration.context import Current, current, installed_on
 from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.outcomes import undisturbed, written_value
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Effect", "EffectBlock", "asettle", "called", "effect", "settle", "step_key"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class Effect:
@@ -264,11 +264,8 @@ def called(
     except Exception:
         if attempt.within is None or not undisturbed(attempt.stands):
             raise
-        logger.warning(
-            "attempt %s of reservation %s has settled itself, and raised afterwards",
-            attempt.number,
-            attempt.reservation_id,
-            exc_info=True,
+        logger.exception(
+            "attempt.settled_itself", attempt=attempt.number, reservation_id=attempt.reservation_id
         )
         return attempt.within.value
     if attempt.within is not None and undisturbed(attempt.stands):

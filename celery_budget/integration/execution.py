@@ -6,8 +6,8 @@ that can still decide what becomes of the task.
 
 from __future__ import annotations
 
-import logging
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from celery.utils.serialization import get_pickleable_exception
 from kombu.exceptions import EncodeError
 from kombu.utils.json import loads
 
-from celery_budget import admission, settlement, telling
+from celery_budget import admission, settlement, telling, tracing, watching
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import (
     AlreadyReserved,
@@ -36,6 +36,7 @@ from celery_budget.core.reservations import (
     StoredOutcome,
 )
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.integration import eager
 from celery_budget.integration.chords import wait_for_body
 from celery_budget.integration.context import (
@@ -65,6 +66,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
 from celery_budget.integration.spooling import keep_unstarted, stopping
 from celery_budget.integration.unclaimed import may_fail
+from celery_budget.tracing import Span
 
 if TYPE_CHECKING:
     import uuid
@@ -74,7 +76,7 @@ if TYPE_CHECKING:
 
 __all__ = ["execute", "guarded", "say_started"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 def execute(
@@ -90,13 +92,58 @@ def execute(
     if request.is_eager:
         return eager.run(task, body, args, kwargs)
     budget = installed_on(task.app)
+    began = time.time_ns()
     attempt = _claim(budget, task, args, kwargs)
     attach(request, attempt)
+    span = undisturbed(
+        partial(
+            tracing.of(budget.settings).span,
+            "budget.run",
+            "consumer",
+            parent=vars(request),
+            start_ns=began,
+            expected=(Ignore, Reject, Retry),
+        )
+    )
+    if not span.recording:
+        return _run(task, body, args, kwargs, attempt)
+    with _Run(span, attempt):
+        of = (attempt.reservation_id, attempt.number, task.name, request.id)
+        undisturbed(watching.run, span, *of)
+        return _run(task, body, args, kwargs, attempt)
+
+
+class _Run:
+    """The span of an attempt's run, which no soft time limit leaves half told."""
+
+    def __init__(self, span: Span, attempt: settlement.Attempt) -> None:
+        self._span = span
+        self._attempt = attempt
+
+    def __enter__(self) -> None:
+        undisturbed(self._span.__enter__)
+        self._attempt.span = self._span
+        self._attempt.trace = undisturbed(self._span.carrier)
+
+    def __exit__(self, *error: Any) -> None:
+        undisturbed(self._span.__exit__, *error)
+
+
+def _run(
+    task: Any,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    attempt: settlement.Attempt,
+) -> Any:
+    """Run a task's ``body`` as its attempt, or give its outcome again."""
+    budget, request = installed_on(task.app), task.request
     if getattr(request, TOLD, None):
         # Its chord has been told that it failed.
         request.chord = None
     if attempt.replay is not None:
         attempt.called = attempt.settled = True
+        undisturbed(partial(attempt.span.set, outcome="replayed"))
         return _replay(task, attempt, attempt.replay)
     attempt.stop_at_hold = task.budget_stops_at_hold(args, kwargs)
     retries = task.budget_retries(args, kwargs)
@@ -138,31 +185,24 @@ def execute(
 def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
     undisturbed(attempt.finish_streams)
     attempt.called = True
+    undisturbed(partial(attempt.span.set, outcome=outcome.kind))
     if attempt.cut_short and outcome.kind in ("raised", "rejected"):
         # Not for a reason of its own.
         undisturbed(attempt.leave)
-        logger.warning(
-            "attempt %s of reservation %s waited for the ledger, and the worker stops; recovery "
-            "will bring it on",
-            attempt.number,
-            attempt.reservation_id,
-        )
+        logger.event("attempt.left", attempt=attempt.number, reservation_id=attempt.reservation_id)
         raise Ignore("the worker stops")
     ended = undisturbed(attempt.end, outcome)
     if attempt.spooled:
-        logger.warning(
-            "attempt %s of reservation %s has ended as %s, and the worker stops; that is in the "
-            "spool, for the next one",
-            attempt.number,
-            attempt.reservation_id,
-            outcome.kind,
+        logger.event(
+            "attempt.spooled",
+            attempt=attempt.number,
+            reservation_id=attempt.reservation_id,
+            outcome=outcome.kind,
         )
         raise Ignore("the worker stops, and the outcome is in its spool")
     if not ended:
-        logger.warning(
-            "attempt %s of reservation %s lost its claim while it ran; its outcome is refused",
-            attempt.number,
-            attempt.reservation_id,
+        logger.event(
+            "attempt.claim_lost", attempt=attempt.number, reservation_id=attempt.reservation_id
         )
         raise Ignore("the attempt lost its claim")
 
@@ -200,9 +240,7 @@ def _claim(
     except StoreError as error:
         if not stopping.is_set():
             raise
-        logger.warning(
-            "task %s[%s] is given back, as the worker stops: %s", task.name, task.request.id, error
-        )
+        logger.event("delivery.given_back", task_id=task.request.id)
         if task.acks_late:
             raise Reject("the worker stops", requeue=True) from error
         keep_unstarted(budget, task.request)
@@ -277,7 +315,7 @@ def _only_attempt(
         and undisturbed(settlement.leaves_chord, budget.store, root, reservation_id, stopping)
     ):
         _tell_chord(task, "cancelled, or past its deadline")
-    logger.info("task %s[%s] %s; this delivery does nothing", task.name, task.request.id, why)
+    logger.event("delivery.idle", task=task.name, task_id=task.request.id, reason=why)
     raise Ignore(f"the request {why}")
 
 
@@ -306,9 +344,7 @@ def _admit_delivered(
     admitted = delivered.admitted
     if isinstance(admitted, (Reserved, AlreadyReserved)):
         return admitted.reservation_id
-    logger.warning(
-        "task %s[%s] came without a reservation and waits for budget", task.name, request.id
-    )
+    logger.event("delivery.unreserved", task=task.name, task_id=request.id)
     raise Ignore("the request waits for budget")
 
 
@@ -375,7 +411,7 @@ def say_started(request: Any) -> None:
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        logger.warning("it could not be stored that task %s started", request.id, exc_info=True)
+        logger.exception("result.start_unstored", task_id=request.id)
 
 
 def _stands_for(stored: BaseException, error: BaseException | None) -> bool:
@@ -437,7 +473,7 @@ class AttemptBackend:
             and not _stands_for(exc, attempt.error)
             and not isinstance(exc, EncodeError)
         ):
-            logger.warning("the outcome of task %s could not be stored: %r", task_id, exc)
+            logger.event("outcome.unstored", task_id=task_id, exc_info=exc)
             raise Ignore("the outcome is given again")
         self._wait_for_body(attempt, request)
         return self._backend.mark_as_failure(task_id, exc, *args, request=request, **kwargs)
@@ -471,5 +507,5 @@ class AttemptBackend:
             except StoreError:
                 if not attempt.cut_short:
                     raise
-                logger.warning("it is not known whether task %s was cancelled", task_id)
+                logger.event("result.cancel_unknown", task_id=task_id)
         return stored

@@ -7,10 +7,10 @@ task messages of any origin. A signal would not do: Celery logs what a receiver 
 from __future__ import annotations
 
 import hashlib
-import logging
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import celery.app.amqp
 from celery._state import get_current_worker_task
 
-from celery_budget import admission
+from celery_budget import admission, tracing, watching
 from celery_budget.admission import Publication
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
@@ -27,9 +27,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.parking import PARK, Parking
 from celery_budget.core.reservations import (
     Admitted,
-    AlreadyReserved,
     Missing,
-    Parked,
     Refused,
     Reserved,
     ReserveRequest,
@@ -40,6 +38,7 @@ from celery_budget.errors import (
     StoreError,
     UnsupportedPublication,
 )
+from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
 from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
@@ -63,13 +62,14 @@ from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_
 from celery_budget.settlement import Attempt
 from celery_budget.spool import Patience
 from celery_budget.store import Stop
+from celery_budget.tracing import NOTHING, Span
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = ["Gate", "with_request_id"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class Gate:
@@ -84,6 +84,7 @@ class Gate:
 
     def __call__(self, producer: Any, name: str, message: Any, **options: Any) -> Any:
         attempt = current_attempt(self._budget.app)
+        began = time.time_ns()
         origin = _origin(message, attempt)
         ours = _Ours.taken_from(options)
         call = _Call(producer, name, message, options, ours, origin, attempt)
@@ -93,8 +94,13 @@ class Gate:
             ours.check(name)
             if terms is None:
                 return self._send_plain(call)
-            request = self._request(call, terms)
-            return self._publish(call, request, terms.fallback)
+            with tracing.of(self._budget.settings).span(
+                "budget.reserve", "producer", parent=_led(attempt), start_ns=began
+            ) as span:
+                call = replace(call, span=span)
+                request = self._request(call, terms)
+                watching.describe(span, request, _queue_name(options))
+                return self._publish(call, request, terms.fallback)
         except StoreError:
             raise
         except BudgetError as error:
@@ -181,6 +187,12 @@ class Gate:
         call.options["headers"] = {
             **(call.options.get("headers") or {}),
             HEADER: header(request.root, request.reservation_id),
+            # Celery's own mean something else, whatever a propagator calls its headers.
+            **{
+                name: value
+                for name, value in call.span.carrier().items()
+                if name not in call.message.headers
+            },
         }
         waits = request.unreserved or call.origin == "retry" or _is_step(request)
         batch = None if waits else current_batch(self._budget)
@@ -253,7 +265,14 @@ class Gate:
         request = way.request
         if call.origin == "retry" and attempt is not None and not request.unreserved:
             return admission.retry(
-                store, settings, request, wire, attempt.number, attempt.claim_id, attempt.stop
+                store,
+                settings,
+                request,
+                wire,
+                attempt.number,
+                attempt.claim_id,
+                attempt.stop,
+                call.span,
             )
         if call.origin == "retry" and request.reservation_id == _unclaimed(self._budget):
             running = get_current_worker_task().request
@@ -285,15 +304,12 @@ class Gate:
             delivered=delivered is not None,
             last=way.last,
             stop=_stop_of(attempt, delivered),
+            span=call.span,
         )
         if isinstance(result, Refused) and (delivered is None or not way.last):
             raise result.error()
         if delivered is not None:
             delivered.admitted = result
-        elif isinstance(result, AlreadyReserved):
-            logger.info("task %s[%s] was admitted before", request.task_name, request.task_id)
-        elif isinstance(result, Parked):
-            logger.info("task %s[%s] waits for budget", request.task_name, request.task_id)
         return result
 
     def _send_plain(self, call: _Call) -> Any:
@@ -421,6 +437,7 @@ class _Call:
     ours: _Ours
     origin: str
     attempt: Attempt | None
+    span: Span = NOTHING
 
     @property
     def waiting(self) -> tuple[bool, Stop | None]:
@@ -502,8 +519,10 @@ class _Sink:
                     wire,
                     continuation=continuation,
                     canvas=self._call.ours.canvas,
+                    trace=self._call.span.carrier(),
                 )
             )
+            self._call.span.set(outcome="collected")
             for step in self._steps:
                 self._batch.add(Publication(step, None))
         elif self._decide is not None:
@@ -519,7 +538,15 @@ class _Sink:
             try:
                 admission.enqueue(self._budget.store, self._budget.settings, wire)
             except StoreError:
-                logger.warning("the task-sent event could not be stored", exc_info=True)
+                logger.exception("message.event_lost")
+
+
+def _led(attempt: Attempt | None) -> Mapping[str, Any]:
+    """Return headers with the context that a publication follows from, if none is current."""
+    if attempt is not None:
+        return attempt.trace
+    task = get_current_worker_task()
+    return {} if task is None else vars(task.request)
 
 
 def _within(made_of: Any, digest: str) -> str:

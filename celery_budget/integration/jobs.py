@@ -6,7 +6,6 @@ what runs, what a task without a budget came to that has taken its place, and re
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -18,6 +17,7 @@ from celery_budget.core import jobs
 from celery_budget.core.deadlines import moment
 from celery_budget.core.jobs import Job, job_state
 from celery_budget.errors import RequestNotRun, ResultGone, ResultNotReady, UnknownRequest
+from celery_budget.events import Logger
 from celery_budget.integration.outcomes import read_value
 from celery_budget.store import jobs as store_jobs
 from celery_budget.store import reuse
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find", "result"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: What a job is whose result is another task's, by the state that Celery has stored.
 BY_RESULT = {
@@ -130,6 +130,6 @@ def _stored(budget: CeleryBudget, task_id: str, *, quietly: bool = True) -> dict
     except Exception:
         if not quietly:
             raise
-        logger.warning("the result backend cannot tell of task %s", task_id, exc_info=True)
+        logger.exception("result.unreadable", task_id=task_id)
         return None
     return meta

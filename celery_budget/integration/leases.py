@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from celery_budget import settlement
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.integration.context import BOOT_ID
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kept", "renew_until"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 def renew_until(
@@ -50,9 +50,11 @@ def renew_until(
             if task_ids:
                 settlement.renew(store, budget.settings, list(task_ids), BOOT_ID, list(living()))
         except StoreError as error:
-            logger.warning("leases could not be renewed: %s", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="leases could not be renewed"
+            )
         except Exception:
-            logger.exception("leases could not be renewed")
+            logger.exception("step.failed", step="the renewal of leases")
 
 
 def _myself() -> Collection[int]:

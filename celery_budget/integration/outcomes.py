@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +13,7 @@ from kombu.utils.encoding import safe_repr
 from kombu.utils.json import dumps, loads
 
 from celery_budget.core.retries import TRACEBACK
+from celery_budget.events import Logger
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
@@ -29,7 +29,7 @@ __all__ = [
     "written_value",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 
@@ -83,12 +83,7 @@ def written_error(budget: CeleryBudget, task: Any, error: Exception) -> str | No
     try:
         written = dumps(task.backend.prepare_exception(error, serializer="json"))
     except Exception:
-        logger.warning(
-            "the error of task %s[%s] cannot be kept for a replay",
-            task.name,
-            task.request.id,
-            exc_info=True,
-        )
+        logger.exception("outcome.unkept", task=task.name, task_id=task.request.id)
         return None
     return _capped(budget, task, written)
 
@@ -128,12 +123,11 @@ def written_retry(budget: CeleryBudget, task: Any, error: object) -> str | None:
 def _capped(budget: CeleryBudget, task: Any, written: str) -> str | None:
     if len(written) <= budget.settings.outcome_bytes:
         return written
-    logger.warning(
-        "the outcome of task %s[%s] has %d bytes, above budget_outcome_bytes (%d); it cannot be "
-        "given again should this worker go away before the result is stored",
-        task.name,
-        task.request.id,
-        len(written),
-        budget.settings.outcome_bytes,
+    logger.event(
+        "outcome.oversize",
+        task=task.name,
+        task_id=task.request.id,
+        bytes=len(written),
+        bound=budget.settings.outcome_bytes,
     )
     return None

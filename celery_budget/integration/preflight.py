@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import suppress
 from typing import Any
 
 from celery import Celery
 
+from celery_budget.events import Logger
 from celery_budget.integration.queues import REST_SECONDS, KombuQueues
 
 __all__ = ["CeleryWorkers"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How long workers are given to answer.
 PING_SECONDS = 1.0
@@ -50,8 +50,9 @@ class CeleryWorkers:
         # Whatever a transport raises, the lane is asleep until it is known to be awake.
         except Exception as error:  # noqa: BLE001
             name = f"broker {broker!r}" if broker else "the broker"
-            told = f"{name} cannot be asked: {' '.join(str(error).split()) or repr(error)}"
-            logger.warning("%s", told)
+            said = " ".join(str(error).split()) or repr(error)
+            told = f"{name} cannot be asked: {said}"
+            logger.event("broker.unasked", broker=broker, error=said)
             self._rests[broker] = (time.monotonic() + REST_SECONDS, told)
             return told
 

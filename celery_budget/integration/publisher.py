@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,9 +14,11 @@ from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 from kombu.transport import virtual
 
+from celery_budget import tracing
 from celery_budget.core.deadlines import moment
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import ConfigurationError
+from celery_budget.events import Logger
 from celery_budget.integration.capture import (
     DELAY_BITS,
     DELAYED_EXCHANGE,
@@ -26,13 +27,14 @@ from celery_budget.integration.capture import (
     read,
     undelayed,
 )
-from celery_budget.integration.context import installed_on
+from celery_budget.integration.context import HEADER, installed_on, parse_header
 from celery_budget.integration.filesystem import write_whole_files
 from celery_budget.relay import PUBLISHING, BrokerDown, Rejected, Unpublishable
+from celery_budget.tracing import Span
 
 __all__ = ["KombuPublisher"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How long a broker may take for an answer, unless messages are held for a shorter time.
 ANSWER_SECONDS = 10.0
@@ -91,7 +93,12 @@ class KombuPublisher:
         except Exception as exc:
             said = f"its stored form cannot be read: {exc!r}"
             raise Unpublishable("undecodable", said) from exc
-        self._link(message.broker).publish(message, envelope)
+        traced = tracing.of(installed_on(self._app).settings)
+        with traced.span(
+            "budget.publish", "client", parent=envelope.headers, only_within=True
+        ) as span:
+            _describe(span, message, envelope)
+            self._link(message.broker).publish(message, envelope)
 
     def _link(self, name: str) -> _Link:
         link = self._links.get(name)
@@ -190,7 +197,7 @@ class _Link:
                 self._listen(self._connection)
             except Exception:
                 # It went away since, with nothing of ours on its way.
-                logger.info("the broker has ended the connection", exc_info=True)
+                logger.exception("broker.disconnected")
                 self.close(gently=False)
         try:
             connection = self._connection or self._connect()
@@ -248,7 +255,7 @@ class _Link:
             if not self._blocked:
                 raise
         except connection.channel_errors:
-            logger.debug("the default exchange is not for this user", exc_info=True)
+            logger.exception("broker.no_default_exchange")
         else:
             self._producer = self._produce(channel)
 
@@ -259,11 +266,11 @@ class _Link:
                 connection.drain_events(timeout=0)
 
     def _on_blocked(self, reason: str) -> None:
-        logger.warning("the broker takes no messages: %s", reason)
+        logger.event("broker.blocked", reason=reason)
         self._blocked = True
 
     def _on_unblocked(self) -> None:
-        logger.info("the broker takes messages again")
+        logger.event("broker.unblocked")
         self._blocked = False
 
     def _refused(
@@ -302,6 +309,24 @@ class _Link:
                 connection.release()
             else:
                 connection.collect(PROBE_SECONDS)
+
+
+def _describe(span: Span, message: WireMessage, envelope: Envelope) -> None:
+    if not span.recording:
+        return
+    span.set_named(
+        {
+            "messaging.system": "celery",
+            "messaging.operation.name": "send",
+            "messaging.operation.type": "send",
+            "messaging.destination.name": message.queue or None,
+            "messaging.message.id": message.task_id,
+            "messaging.message.body.size": len(message.body),
+            "celery.task_name": message.task_name,
+        }
+    )
+    found = parse_header(envelope.headers.get(HEADER))
+    span.set(reservation_id=None if found is None else str(found[1]), broker=message.broker or None)
 
 
 def _headers(app: Celery, message: WireMessage, envelope: Envelope) -> dict[str, Any]:

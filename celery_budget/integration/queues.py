@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,13 +12,14 @@ from celery import Celery
 from kombu import Connection
 from kombu.utils.json import loads as read
 
+from celery_budget.events import Logger
 from celery_budget.integration.capture import DELAYED_EXCHANGE, undelayed
 from celery_budget.integration.context import installed_on
 from celery_budget.reconcile.brokers import Load
 
 __all__ = ["KombuQueues"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How long a broker may take for an answer.
 ANSWER_SECONDS = 2.0
@@ -63,7 +63,7 @@ class KombuQueues:
         try:
             names = self._names(read(envelope))
         except Exception:
-            logger.exception("where a message went cannot be read")
+            logger.exception("message.unreadable")
             return None
         if not names or time.monotonic() < self._rests_until.get(broker, 0.0):
             return None
@@ -73,8 +73,8 @@ class KombuQueues:
                 if broker in self._links:
                     return self._ask(broker, names)
             return self._ask(broker, names)
-        except Exception:
-            logger.warning("the queues of broker %r cannot be asked", broker, exc_info=True)
+        except Exception as error:
+            logger.exception("broker.unasked", broker=broker, error=repr(error))
             self._rests_until[broker] = time.monotonic() + REST_SECONDS
             return None
 

@@ -6,7 +6,6 @@ as the worker lives nobody has to look for them.
 
 from __future__ import annotations
 
-import logging
 import threading
 import uuid
 from typing import Any
@@ -16,12 +15,13 @@ from celery import bootsteps, signals
 
 from celery_budget import settlement
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
 from celery_budget.integration.context import HEADER, find_installed, parse_header
 from celery_budget.integration.install import CeleryBudget
 
 __all__ = ["ReceivedStep"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How often they are told of, in the time after which a message would be looked for.
 TURNS = 4
@@ -69,9 +69,11 @@ def _tell_until(budget: CeleryBudget, stop: threading.Event) -> None:
             if waiting:
                 settlement.received(budget.store, budget.settings, waiting)
         except StoreError as error:
-            logger.warning("the ledger could not be told what waits here: %s", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="it is not told what waits here"
+            )
         except Exception:
-            logger.exception("the ledger could not be told what waits here")
+            logger.exception("step.failed", step="telling what waits here")
 
 
 def _waiting(root: str) -> list[uuid.UUID]:

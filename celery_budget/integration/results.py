@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +11,11 @@ from celery.backends.rpc import RPCBackend
 
 from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import AttemptLost, BudgetError, RequestNotRun
+from celery_budget.events import Logger
 
 __all__ = ["BackendResults", "is_redis"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 class BackendResults:
@@ -78,7 +78,7 @@ class BackendResults:
         Not for ``rpc://``, where a result is a message to whoever sent the task.
         """
         if isinstance(self._app.backend, RPCBackend):
-            logger.warning("task %s ended: %s; rpc:// cannot store that", task_id, reason)
+            logger.event("result.unstorable", task_id=task_id, reason=reason)
             return
         if reason in ("cancelled", "expired", "revoked", DEADLINE):
             self._app.backend.mark_as_revoked(task_id, reason=reason)
@@ -97,11 +97,13 @@ class BackendResults:
         try:
             self._app.backend.forget(task_id)
         except NotImplementedError:
-            logger.warning("the result backend cannot forget the result of task %s", task_id)
+            logger.event("result.unforgotten", task_id=task_id)
 
     def failed(self, task_id: str, error: BudgetError) -> None:
         """Store ``error`` as the task's failure."""
-        logger.error("%s", error)
+        logger.event(
+            "continuation.failed", task_id=task_id, error=error, error_type=type(error).__name__
+        )
         self._app.backend.mark_as_failure(task_id, error)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from datetime import datetime
@@ -14,6 +13,7 @@ from kombu.utils.json import loads
 
 from celery_budget.core.retries import DEADLINE, FAILED, TERMINAL_ERROR, Keep, Retries
 from celery_budget.errors import AttemptsSpent
+from celery_budget.events import Logger
 from celery_budget.integration.context import attempt_of
 from celery_budget.integration.outcomes import traced
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TOLD", "check_retry", "kept_as", "refused"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: The header of a message that runs again after its failure was told to its chord.
 TOLD = "budget_told"
@@ -51,12 +51,12 @@ def check_retry(task: Any, exc: Any, eta: Any, countdown: Any) -> None:
             attempt.spent = attempt.spent or DEADLINE
     if attempt.spent is None:
         return
-    logger.error(
-        "task %s[%s] is not retried after attempt %d: %s",
-        task.name,
-        request.id,
-        attempt.number,
-        attempt.spent,
+    logger.event(
+        "request.spent",
+        task=task.name,
+        task_id=request.id,
+        attempt=attempt.number,
+        reason=attempt.spent,
     )
     if exc:
         raise_with_context(exc)
@@ -88,12 +88,8 @@ def kept_as(
 
 def refused(task: Any, reason: str, attempts: int, last: str | None) -> Exception:
     """Return what a task failed with that is not run again: its last error, if that is known."""
-    logger.error(
-        "task %s[%s] is not run again after attempt %d: %s",
-        task.name,
-        task.request.id,
-        attempts,
-        reason,
+    logger.event(
+        "request.spent", task=task.name, task_id=task.request.id, attempt=attempts, reason=reason
     )
     error = None if last is None else task.backend.exception_to_python(loads(last))
     if isinstance(error, Exception):

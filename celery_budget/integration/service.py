@@ -1,13 +1,13 @@
-"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight.
+"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight,
+alerts.
 
 A thread each, so that a result backend that hangs under the sweep never holds up a message, nor
 does a task's own function that is asked about a lost attempt hold up the sweep, nor a broker that
-does not say who consumes a queue the relay.
+does not say who consumes a queue the relay, nor a callable that is told of an alert anything else.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from celery_budget import inquiry, metrics, parking, recovery, relay, tallying
 from celery_budget.errors import StoreError
+from celery_budget.events import Logger
+from celery_budget.integration.alerts import alerting_of
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.publisher import KombuPublisher
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RelayService", "look_at_parked", "sweep"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How often it is looked whether a lane's workers are to be asked.
 PREFLIGHT_SECONDS = 0.25
@@ -62,7 +64,8 @@ class RelayService:
         """Start the threads.
 
         :raises SchemaError: where ``budget init`` has not been run.
-        :raises ConfigurationError: where the broker's options forbid what a relay needs.
+        :raises ConfigurationError: where the broker's options forbid what a relay needs, or
+            ``budget_on_alert`` names nothing that can be called.
         :raises MissingExtra: where metrics are to be served and prometheus-client is missing.
         """
         if self._running is not None:
@@ -70,10 +73,12 @@ class RelayService:
         try:
             self._budget.check()
         except StoreError as error:
-            logger.warning("%s; the relay starts and waits for it", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="the relay starts and waits for it"
+            )
         self._running = _Running(self._budget, *self._metrics)
         self._running.start()
-        logger.info("budget relay started on %s", self._budget.store.url)
+        logger.event("relay.started", store=self._budget.store.url)
 
     def stop(self) -> None:
         """Stop them within two seconds, whatever holds them up.
@@ -84,6 +89,7 @@ class RelayService:
         running, self._running = self._running, None
         if running is not None:
             running.stop()
+            logger.event("relay.stopped", store=self._budget.store.url)
 
     @property
     def alive(self) -> bool:
@@ -113,11 +119,13 @@ class _Running:
         self._relay.passes = self._passes
         self._sleeper = wakeup.sleeper(budget.store, budget.settings)
         self._relaying = _thread("relay", self._run_relay)
+        self._alerts = alerting_of(budget)
         self._others = [
             _thread("sweep", self._run_sweep),
             _thread("parked", self._run_parking),
             _thread("inquiries", self._run_inquiries),
             _thread("preflight", self._run_preflight),
+            _thread("alerts", self._run_alerts),
         ]
         if self._collector is not None:
             self._others.append(_thread("metrics", self._run_metrics))
@@ -132,7 +140,7 @@ class _Running:
         end = time.monotonic() + FINISH_SECONDS
         self._relaying.join(FINISH_SECONDS)
         if self._relaying.is_alive():
-            logger.warning("the broker does not answer; what was not published is given back")
+            logger.event("relay.handed_back")
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)
@@ -153,14 +161,20 @@ class _Running:
         try:
             self._relay.hand_back()
         except StoreError as error:
-            logger.warning("%s; what was not published is due again in a while", error)
+            logger.event(
+                "store.unreachable",
+                error=error,
+                consequence="what was not published is due again in a while",
+            )
         self._leave()
 
     def _leave(self) -> None:
         try:
             self._sleeper.close()
         except StoreError as error:
-            logger.warning("%s; the relay could not sign off", error)
+            logger.event(
+                "store.unreachable", error=error, consequence="the relay could not sign off"
+            )
 
     def _run_sweep(self) -> None:
         budget = self._budget
@@ -183,7 +197,7 @@ class _Running:
                 if looked.waits:
                     wait = 0.0 if looked.more else min(wait, settings.poll_seconds)
             except Exception:
-                logger.exception("parked work could not be looked at; it is tried again")
+                logger.exception("step.failed", step="the look at parked work")
             self._stop.wait(wait)
 
     def _run_inquiries(self) -> None:
@@ -203,6 +217,9 @@ class _Running:
         if self._collector is not None:
             metrics.serve(*self._address, self._collector.exposition, self._stop)
 
+    def _run_alerts(self) -> None:
+        self._again_and_again("alerts", self._alerts.run_once, self._budget.settings.alert_seconds)
+
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None
     ) -> None:
@@ -210,7 +227,7 @@ class _Running:
             try:
                 step()
             except Exception:
-                logger.exception("%s failed; it is tried again", what)
+                logger.exception("step.failed", step=what)
             self._stop.wait(every or self._budget.settings.sweep_seconds)
 
 
@@ -261,7 +278,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
             step()
         except Exception as error:
             if first is not None:
-                logger.exception("another step of the sweep failed; it is tried again")
+                logger.exception("step.failed", step="another step of the sweep")
             first = first or error
     if first is not None:
         raise first

@@ -6,7 +6,6 @@ be done about a slow one is not to ask it again.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 
@@ -14,10 +13,11 @@ from celery_budget.core.estimators import Estimator, is_thrown_in
 from celery_budget.core.policies import BudgetPolicy
 from celery_budget.core.prices import Pricing
 from celery_budget.errors import BudgetError
+from celery_budget.events import Logger
 
 __all__ = ["SLOW_SECONDS", "Watch", "ask_shadows"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: A shadow that takes longer than this is slow; one that is so often slow in a row is set aside:
 #: the first call may load what the later ones need.
@@ -43,28 +43,22 @@ class Watch:
             return
         self._slow[name] = self._slow.get(name, 0) + 1
         if self.is_aside(name):
-            logger.warning(
-                "shadow estimator %s took more than %g s %d times in a row; this process does not "
-                "ask it any more",
-                name,
-                SLOW_SECONDS,
-                SLOW_CALLS,
-            )
+            logger.event("shadow.slow", shadow=name, seconds=SLOW_SECONDS, count=SLOW_CALLS)
 
     def failed(self, name: str, task_name: str, error: BaseException) -> None:
         """Log that a shadow failed, once for each of them."""
         if name in self._told:
             return
         self._told.add(name)
-        logger.warning(
-            "shadow estimator %s of %s failed and is left out, now and wherever it does so again: "
-            "%s: %s",
-            name,
-            task_name,
-            type(error).__name__,
-            error,
-            # Our own errors say it all, but for what an estimator raised itself.
-            exc_info=None if isinstance(error, BudgetError) and not error.__cause__ else error,
+        # Our own errors say it all, but for what an estimator raised itself.
+        ours = isinstance(error, BudgetError) and not error.__cause__
+        logger.event(
+            "shadow.failed",
+            shadow=name,
+            task=task_name,
+            error_type=type(error).__name__,
+            error=error if ours else "see the traceback",
+            exc_info=None if ours else error,
         )
 
 

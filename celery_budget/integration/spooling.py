@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import threading
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_budget import settlement
 from celery_budget.errors import BudgetError, SchemaError, StoreError
+from celery_budget.events import Logger
 from celery_budget.integration.context import BOOT_ID, HEADER, parse_header
 from celery_budget.spool import Ended, Entry, Held, Lost, Usage
 
@@ -32,7 +32,7 @@ __all__ = [
     "worker_of",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How soon a process of the pool hears that its worker stops, in seconds.
 HEARD_SECONDS = 0.1
@@ -130,11 +130,11 @@ def _tell(budget: CeleryBudget, entry: Entry, held: Held) -> BudgetError | None:
         if isinstance(error, SchemaError) or (isinstance(error, StoreError) and error.retryable):
             held.release()
             return error
-        logger.exception("the ledger does not take %s of the spool; it is moved aside", what)
+        logger.exception("spool.refused", entry=what)
         held.put_aside()
     else:
         held.drop()
-        logger.info("replayed %s of the spool", what)
+        logger.event("spool.replayed", entry=what)
     return None
 
 
@@ -164,7 +164,7 @@ def prepare(budget: CeleryBudget, pool: Any = None) -> None:
     """
     stopping.clear()
     _pool.is_green = bool(getattr(pool, "is_green", False))
-    logger.debug("what the ledger cannot be told is kept in %s", budget.spool.folder)
+    logger.event("spool.opened", path=str(budget.spool.folder))
 
 
 def start_replaying(budget: CeleryBudget, stopped: threading.Event) -> None:
@@ -176,10 +176,14 @@ def start_replaying(budget: CeleryBudget, stopped: threading.Event) -> None:
             try:
                 error = replay(budget)
                 if error is not None and not waits:
-                    logger.warning("the spool is replayed once the ledger is back: %s", error)
+                    logger.event(
+                        "store.unreachable",
+                        error=error,
+                        consequence="the spool is replayed once it is back",
+                    )
                 waits = error is not None
             except Exception:
-                logger.exception("the spool could not be replayed")
+                logger.exception("step.failed", step="the replay of the spool")
             if stopped.wait(budget.settings.sweep_seconds):
                 return
 
@@ -230,7 +234,7 @@ def gives_back(budget: CeleryBudget, request: Any) -> bool:
     """
     if not stopping.is_set():
         return False
-    logger.warning("task %s is given back, as the worker stops", request.id)
+    logger.event("delivery.given_back", task_id=request.id)
     keep_unstarted(budget, request)
     return True
 

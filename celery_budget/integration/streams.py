@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import Any, TypeVar
@@ -13,13 +12,14 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery_budget import metering
 from celery_budget.core.identity import new_id
 from celery_budget.errors import BudgetError
+from celery_budget.events import Logger
 from celery_budget.integration.replies import id_of, record_reply
 from celery_budget.metering import Reply
 from celery_budget.settlement import Attempt, fits_as_key
 
 __all__ = ["Either", "Reading", "pass_on", "pass_on_async"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Reading:
         try:
             self._gathered.add(chunk)
         except Exception:
-            logger.exception("a chunk of a reply cannot be read for its usage: %r", type(chunk))
+            logger.exception("reply.unreadable")
 
     def finish(self, died: bool) -> None:
         """Record what has arrived; once.
@@ -72,7 +72,7 @@ class Reading:
         if error is not None and not died:
             raise error
         if error is not None:
-            logger.warning("of a reply that was not read to its end: %s", error)
+            logger.event("reply.unfinished", error=error)
 
     def _give_up(self) -> None:
         """Do so at the end of the task's call, which nothing of a stream that was left holds up."""
@@ -81,7 +81,7 @@ class Reading:
         except SoftTimeLimitExceeded:
             raise
         except Exception:
-            logger.exception("a reply that was not read to its end could not be recorded")
+            logger.exception("reply.unrecorded")
             self._attempt.unfinished.remove(self._at_end)
 
     def _record(self, died: bool) -> Exception | None:

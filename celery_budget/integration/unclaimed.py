@@ -8,7 +8,6 @@ the ledger cannot be told.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
@@ -18,6 +17,7 @@ from celery import bootsteps, signals, states
 from celery._state import get_current_worker_task
 
 from celery_budget import settlement
+from celery_budget.events import Logger
 from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     HEADER,
@@ -33,7 +33,7 @@ from celery_budget.store import Stop
 
 __all__ = ["ConsumerStep", "may_fail", "safe"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ def safe(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except Exception:
-            logger.exception("the ledger could not be told; recovery will find it")
+            logger.exception("store.untold", matter="how a delivery ended")
             return None
 
     return call  # type: ignore[return-value]
@@ -160,6 +160,9 @@ def _end(
     key = (*found, task_id, retries, reason)
     end = partial(settlement.unclaimed, budget.store, *key, tell=tell, wait=wait)
     ended = undisturbed(end) if wait else undisturbed(asking.ask, end)
-    what = "ended before it was started" if ended else "is not this delivery's to end"
-    logger.error("task %s[%s] %s: %s", headers.get("task"), task_id, what, reason)
+    name = headers.get("task")
+    if ended:
+        logger.event("request.unstarted", task=name, task_id=task_id, reason=reason)
+    else:
+        logger.event("delivery.foreign", task=name, task_id=task_id, reason=reason)
     return bool(ended)

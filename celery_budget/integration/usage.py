@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, TypeVar, overload
@@ -14,6 +13,7 @@ from celery_budget.core.deadlines import moment
 from celery_budget.core.reservations import AlreadyExtended, Closed, Extended, Refused
 from celery_budget.core.usage import Used
 from celery_budget.errors import ClaimLost, InvalidAmount, PolicyError
+from celery_budget.events import Logger
 from celery_budget.integration.context import current_attempt
 from celery_budget.integration.effects import step_key
 from celery_budget.integration.replies import record_reply
@@ -33,7 +33,7 @@ __all__ = [
     "turn_to",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 T = TypeVar("T")
 
@@ -81,10 +81,7 @@ def record(
     """
     attempt = current_attempt()
     if attempt is None:
-        logger.warning(
-            "usage of %s was recorded outside a budgeted task; it counts nowhere",
-            repr(used) if isinstance(used, int) else f"a {type(used).__name__}",
-        )
+        logger.event("usage.outside", call="usage.record")
         return False
     is_reply = metering.is_reply(used)
     if unit is not None and (is_reply or isinstance(used, Mapping)):
@@ -160,7 +157,7 @@ def stream(
     """
     attempt = current_attempt()
     if attempt is None:
-        logger.warning("a reply was streamed outside a budgeted task; it counts nowhere")
+        logger.event("usage.outside", call="usage.stream")
         return chunks
     how = {"provider": provider, "flavor": api_flavor, "model": model}
     reading = Reading(attempt, key, how)
@@ -245,7 +242,7 @@ def extend(amount: int, key: str | None = None, unit: str | None = None) -> bool
     """
     attempt = current_attempt()
     if attempt is None:
-        logger.warning("%r was to be reserved outside a budgeted task; nothing was", amount)
+        logger.event("usage.outside", call="usage.extend")
         return False
     return _is_new(attempt, attempt.extend(amount, key, unit))
 
@@ -271,7 +268,7 @@ def turn_to(lane: str, estimate: int | None = None) -> bool:
     """
     attempt = current_attempt()
     if attempt is None:
-        logger.warning("lane %r was turned to outside a budgeted task; nothing was asked", lane)
+        logger.event("usage.outside", call="usage.turn_to")
         return False
     return _is_new(attempt, attempt.turn_to(lane, estimate))
 

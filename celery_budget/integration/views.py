@@ -11,7 +11,9 @@ from typing import Any
 
 from celery import Celery
 
+from celery_budget import alerting
 from celery_budget import reconcile as shown
+from celery_budget.core.alerts import StandingAlert
 from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
 from celery_budget.core.invoices import MOST_LINE
@@ -175,6 +177,10 @@ class Views:
         until_us, until_ago = _instant("until", until)
         asked = shown.Asked(since_us, until_us, budget, stage)
         return shown.report(self.store, self.settings, asked, by, (since_ago, until_ago))
+
+    def alerts(self) -> tuple[StandingAlert, ...]:
+        """Return the alerts that stand, the newest first; the relay gives them."""
+        return alerting.standing(self.store, self.settings)
 
     def suggest(
         self,

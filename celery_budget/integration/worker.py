@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -18,6 +17,8 @@ from celery.worker.request import Request
 
 from celery_budget import settlement
 from celery_budget.errors import BudgetError, StoreError
+from celery_budget.events import Logger
+from celery_budget.integration import info  # noqa: F401 - registers what workers answer
 from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     BOOT_ID,
@@ -43,7 +44,7 @@ from celery_budget.integration.unclaimed import safe
 
 __all__ = ["BudgetRequest", "LeaseStep"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 @signals.worker_shutting_down.connect
@@ -109,7 +110,7 @@ def _check(budget: CeleryBudget) -> None:
     try:
         budget.check()
     except StoreError as error:
-        logger.warning("%s; tasks will wait for it", error)
+        logger.event("store.unreachable", error=error, consequence="tasks will wait for it")
 
 
 def _upgrade_request(task: GatedTask) -> None:
@@ -266,7 +267,7 @@ class BudgetRequest(Request):
         try:
             return asking.ask(settlement.revoke, budget.store, *found, reason)
         except Exception:
-            logger.exception("the ledger could not be told that a task was revoked")
+            logger.exception("store.untold", matter="that a task was revoked")
             return False
 
     def _worker_lost(self, may_rerun: bool, tell: bool = False) -> bool:
@@ -298,7 +299,7 @@ class BudgetRequest(Request):
                 reservation_id=reservation_id,
             )
         except Exception:
-            logger.exception("the ledger could not be told that a worker was lost")
+            logger.exception("store.untold", matter="that a worker was lost")
             keep_lost(budget, self, may_rerun)
             return may_rerun
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from celery_budget.core.reservations import (
     CLAIMABLE,
     Again,
     AlreadyExtended,
+    Charge,
     Claimed,
     Closed,
     Ended,
@@ -32,6 +33,7 @@ from celery_budget.core.reservations import (
     Reserved,
     ReserveRequest,
     Running,
+    Settlement,
     StoredOutcome,
 )
 from celery_budget.core.retries import DEADLINE, MAX_ATTEMPTS, RETRY_WITHIN, Keep, Retries
@@ -47,6 +49,7 @@ from celery_budget.store.continuations import (
 from celery_budget.store.reservations import (
     CHANGING,
     How,
+    Lines,
     charge_of,
     finish,
     lines_of,
@@ -489,7 +492,7 @@ def end(
             reuse.keep(connection, row, outcome.payload)
         if row.cancelled_us is not None and outcome.kind == "replaced":
             cancel(connection, root, row.task_id)
-        return Ended("settled", kept=kept)
+        return Ended("settled", kept=kept, settlement=_settlement(row, of, charges, bool(fresh)))
     return Ended("waiting")
 
 
@@ -509,7 +512,18 @@ def _end_cancelled(
     write_end(connection, row.root, row.reservation_id, attempt, ended, is_open=False)
     outbox.drop(connection, row.root, row.reservation_id)
     untold.note(connection, row.root, row.task_id, CANCELLED, row.reservation_id)
-    return Ended("settled", cancelled=True)
+    return Ended("settled", cancelled=True, settlement=_settlement(row, of, charges))
+
+
+def _settlement(
+    row: sa.Row[Any], of: Lines, charges: Mapping[int, int], unmetered: bool = False
+) -> Settlement:
+    """Return what a reservation with this row and these lines has just been settled at."""
+    told = tuple(
+        Charge(line.budget, line.unit, line.estimate + line.extended, line.used, charges[line.line])
+        for line in of
+    )
+    return Settlement(told, bool(row.over), bool(row.unmetered) or unmetered)
 
 
 def _reject(

@@ -5,7 +5,6 @@ Everything else in this package takes a connection and neither opens, commits no
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -28,11 +27,12 @@ from celery_budget.errors import (
     SchemaError,
     StoreError,
 )
+from celery_budget.events import Logger
 from celery_budget.store.unready import Unready
 
 __all__ = ["PREPARATIONS", "Stop", "Store", "Writer", "enlisted", "state_of"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -338,7 +338,7 @@ class Store:
                     raise
                 wait = backoff_seconds(failures, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
                 if tries is None:
-                    logger.warning("%s; trying again in %.1f s", error, wait)
+                    logger.event("store.waits", error=error, seconds=wait)
                 if stop is None:
                     time.sleep(wait)
                 elif stop.wait(wait):

@@ -13,7 +13,6 @@ makes it look sooner:
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -27,6 +26,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.backoff import backoff_seconds
 from celery_budget.core.identity import new_id
 from celery_budget.errors import BudgetError, StoreError
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import relays
 from celery_budget.store.engine import Store
@@ -34,7 +34,7 @@ from celery_budget.store.schema import instant, outbox
 
 __all__ = ["Listening", "Sleeper", "Watching", "sleeper"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How often a relay is seen, at least, and renews its word; it is believed for ten seconds.
 SEEN_SECONDS = 3.0
@@ -241,7 +241,7 @@ class Listener:
                 if not self._stop.is_set():
                     self._note(str(error))
             except Exception:
-                logger.exception("listening for notifications failed; it is tried again")
+                logger.exception("step.failed", step="listening for notifications")
             finally:
                 self._hears = False
             self._failures += 1
@@ -305,14 +305,9 @@ class Listener:
     def _note(self, trouble: str | None) -> None:
         """Log when it begins to hear and when it ends, not each try between."""
         if trouble is None and (self._trouble is not None or not self._noted):
-            logger.info("the relay is woken by notifications")
+            logger.event("relay.woken")
         elif trouble is not None and (self._trouble is None or not self._noted):
-            logger.warning(
-                "%s; until notifications arrive the relay looks every %g s (behind a proxy that "
-                "pools transactions, give the database's own URL as budget_listen_url)",
-                trouble,
-                self._settings.poll_seconds,
-            )
+            logger.event("relay.unwoken", error=trouble, seconds=self._settings.poll_seconds)
         self._trouble, self._noted = trouble, True
 
 

@@ -8,7 +8,6 @@ for that short one, and not for a caller's.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,6 +15,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.periods import Period
 from celery_budget.errors import InvalidPeriod
+from celery_budget.events import Logger
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import adjustments, balances, budgets, instant, lines, now_us
 
@@ -31,7 +31,7 @@ __all__ = [
     "retime",
 ]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 
 #: How long after a window's end an admission may still go on that began in it.
@@ -163,7 +163,7 @@ def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int
             window = period_of(row).window(row.end_us)
         except InvalidPeriod as error:
             # This host's time zones lack it; the others' budgets do not wait for that.
-            logger.warning("no window could be made ahead for budget %r: %s", row.name, error)
+            logger.event("window.unmade", name=row.name, error=error)
             continue
         made += insert_window(connection, root, row.name, row.end_us, window.end_us)
     return made

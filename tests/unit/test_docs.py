@@ -11,8 +11,10 @@ import pytest
 
 import celery_budget
 from celery_budget import errors
+from celery_budget.events import FIELDS
 from celery_budget.integration.context import HEADER
 from celery_budget.integration.fallbacks import LANE
+from celery_budget.integration.info import COMMAND
 from celery_budget.settings import PREFIX, Settings
 from celery_budget.store.migrate import VERSION_TABLE
 from celery_budget.store.schema import metadata
@@ -61,7 +63,17 @@ def test_a_setting_has_the_default_that_the_table_gives(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_with_our_prefix_exists(page: Path) -> None:
-    known = {*settings_keys(), *metadata.tables, *FUNCTIONS, HEADER, LANE, VERSION_TABLE}
+    attributes = {PREFIX + field for field in ("event", *FIELDS)}
+    known = {
+        *attributes,
+        *settings_keys(),
+        *metadata.tables,
+        *FUNCTIONS,
+        HEADER,
+        LANE,
+        VERSION_TABLE,
+        COMMAND,
+    }
     assert set(NAME.findall(page.read_text(encoding="utf-8"))) - known == set()
 
 

@@ -34,9 +34,10 @@ def test_without_a_url_both_forms_are_shown() -> None:
 
 def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
     values: dict[str, Any] = {
-        "str": "reject", "int": 7, "float": 7.5,
+        "str": "reject", "bool": False, "int": 7, "float": 7.5,
         "Mapping[str, str]": {"eu": "amqp://eu//"},
         "Mapping[str, float]": {"*": 1.5, "draft": 1.2},
+        "tuple[float, ...]": (0.5, 1.2), "Callable[..., Any] | str | None": "shop.alerts:notify",
         "Mapping[str, Mapping[str, Decimal]]": {"m-1": {"input_mtok": Decimal("0.15")}},
     }  # fmt: skip
     wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
@@ -58,6 +59,41 @@ def test_every_setting_is_documented() -> None:
         assert f":ivar {field.name}:" in str(Settings.__doc__)
 
 
+async def _notify(alert: Any) -> None:
+    """Cannot be called from a thread."""
+
+
+class _Notifier:
+    async def __call__(self, alert: Any) -> None:
+        """Nor can this."""
+
+
+@pytest.mark.parametrize("given", [(0.95, 0.8), [0.8, 0.95, 0.8], "80%, 95%", ("80%", "0.95")])
+def test_thresholds_are_written_in_several_ways(given: Any) -> None:
+    settings = read(database_url=URL, alert_at=given)
+    assert settings.alert_at == (0.8, 0.95)
+    assert settings.alert_parts == (800_000, 950_000)
+
+
+@pytest.mark.parametrize("given", [(), [], "none"])
+def test_no_thresholds_are_none(given: Any) -> None:
+    assert read(database_url=URL, alert_at=given).alert_parts == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "alert_parked_seconds",
+        "alert_quarantine",
+        "alert_drift_requests",
+        "alert_overdue_seconds",
+        "alert_reconcile_seconds",
+    ],
+)
+def test_alerts_can_be_switched_off(name: str) -> None:
+    assert getattr(read(database_url=URL, **{name: 0}), name) == 0
+
+
 BAD: list[Any] = [
     ("database_url", "budget.db", "sqlite:////absolute"),
     ("database_url", 7, "give text"),
@@ -67,11 +103,25 @@ BAD: list[Any] = [
     ("root", "", "give text"),
     ("root", "a\nb", "control characters"),
     ("money_unit", "a\nb", "control characters"),
+    ("alert_at", 0.8, "give shares of the limit"),
+    ("alert_at", (0.8, 0), "give shares of the limit"),
+    ("alert_at", (True,), "give shares of the limit"),
+    ("alert_at", (10.1,), "up to 1000%"),
+    ("alert_at", "default", "give shares such as"),
+    ("alert_at", [one / 20 for one in range(1, 12)], "at most 10"),
+    ("on_alert", "notify", "module:name"),
+    ("on_alert", 7, "module:name"),
+    ("on_alert", _notify, "a coroutine function"),
+    ("on_alert", _Notifier(), "a coroutine function"),
+    ("alert_seconds", 0, "above 0"),
+    ("alert_quarantine", -1, "above 0"),
     ("drift_ceilings", 1.5, "no mapping of stages"),
     ("drift_ceilings", {"draft": 0}, "a number above 0"),
     ("drift_ceilings", {"draft": True}, "a number above 0"),
     ("drift_ceilings", {"draft": float("nan")}, "a number above 0"),
     ("drift_ceilings", {7: 1.5}, "give a stage"),
+    ("tracing", "yes", "give True or False"),
+    ("tracing", 1, "give True or False"),
     ("prices", "m-1", "no mapping of models"),
     ("prices", {"m-1": 0.15}, "input_mtok"),
     ("prices", {"m-1": {}}, "input_mtok"),

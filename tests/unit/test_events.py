@@ -1,0 +1,221 @@
+"""What is logged is the list of events, and nothing else; the page says what the list says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_budget import events
+from celery_budget.events import EVENTS, FIELDS, PREFIX, Event, Logger
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "celery_budget").rglob("*.py"))
+TOLD = {"event", "exception"}
+#: What a logger of logging's own is asked.
+LOGS = {"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def calls(path: Path) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+
+
+def emissions(path: Path) -> list[ast.Call]:
+    """Return the calls of a module that tell an event."""
+    return [
+        call
+        for call in calls(path)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in TOLD
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "logger"
+    ]
+
+
+def faults(path: Path) -> list[str]:
+    """Return what in a module logs past the list, or with other fields than the list has."""
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(one.name == "logging" for one in node.names):
+            found.append(f"{node.lineno}: imports logging")
+        if isinstance(node, ast.ImportFrom) and node.module in ("logging", "celery.utils.log"):
+            found.append(f"{node.lineno}: imports from {node.module}")
+    for call in calls(path):
+        assert isinstance(call.func, ast.Attribute)
+        if call.func.attr in LOGS and "log" in ast.unparse(call.func.value).lower():
+            found.append(f"{call.lineno}: {ast.unparse(call.func)}")
+    for call in emissions(path):
+        if len(call.args) != 1 or not isinstance(call.args[0], ast.Constant):
+            found.append(f"{call.lineno}: gives its event otherwise than by a literal name")
+            continue
+        event = EVENTS.get(call.args[0].value)
+        given = sorted(str(one.arg) for one in call.keywords if one.arg != "exc_info")
+        if event is None:
+            found.append(f"{call.lineno}: {call.args[0].value!r} is not in the list")
+        elif given != list(event.fields):
+            found.append(f"{call.lineno}: {event.name} has {given}, not {list(event.fields)}")
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "events.py"], ids=named)
+def test_a_module_tells_events_of_the_list_and_logs_nothing_else(path: Path) -> None:
+    assert faults(path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("import logging", "imports logging"),
+        ("from logging import getLogger", "imports from logging"),
+        ("logger.warning('x')", "logger.warning"),
+        ("self._log.info('x')", "self._log.info"),
+        ("logger.event('no.such')", "is not in the list"),
+        ("logger.event(name)", "otherwise than by a literal"),
+        ("logger.event('lane.awake')", "has [], not ['lane']"),
+        ("logger.event('lane.awake', lane=1, task_id=2)", "has ['lane', 'task_id']"),
+        ("logger.exception('lane.awake', **all)", "has ['None']"),
+    ],
+)
+def test_what_bypasses_the_list_is_found(line: str, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(line)
+    [found] = faults(path)
+    assert fault in found
+
+
+def test_every_event_of_the_list_is_told_somewhere() -> None:
+    told = {
+        call.args[0].value
+        for path in SOURCES
+        for call in emissions(path)
+        if isinstance(call.args[0], ast.Constant)
+    }
+    assert told == set(EVENTS)
+
+
+def test_every_field_means_something_and_is_used() -> None:
+    assert {field for event in EVENTS.values() for field in event.fields} == set(FIELDS)
+    assert all(FIELDS.values())
+
+
+@pytest.mark.parametrize("event", EVENTS.values(), ids=lambda event: event.name)
+def test_an_event_reaches_any_formatter_with_all_its_fields(event: Event) -> None:
+    """By the record's own attributes, which is what formatters for machines write."""
+    logger = Logger("celery_budget.of_this_test")
+    records: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    beneath = logging.getLogger("celery_budget.of_this_test")
+    handler = Kept()
+    beneath.addHandler(handler)
+    beneath.setLevel(logging.DEBUG)
+    try:
+        logger.event(event.name, **dict.fromkeys(event.fields, 7))
+    finally:
+        beneath.removeHandler(handler)
+        beneath.setLevel(logging.NOTSET)
+    [record] = records
+    assert record.levelno == event.level
+    assert "%" not in record.getMessage()
+    own = {key: value for key, value in vars(record).items() if key.startswith(PREFIX)}
+    assert own == {"budget_event": event.name} | {f"budget_{one}": 7 for one in event.fields}
+    assert record.funcName == "test_an_event_reaches_any_formatter_with_all_its_fields"
+    assert not set(own) & set(vars(logging.makeLogRecord({})))
+
+
+def test_values_are_plain_so_that_json_has_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    one = uuid.UUID(int=1)
+    Logger("celery_budget.x").event(
+        "request.admitted",
+        task="t",
+        task_id="1",
+        reservation_id=one,
+        stage="s",
+        estimated=lambda: {"tenant:a": 2**63 - 1},
+        seconds=0.5,
+    )
+    Logger("celery_budget.x").event("usage.unrecorded", error=ValueError("no"), reservation_id=one)
+    first, second = caplog.records
+    told = {key: value for key, value in vars(first).items() if key.startswith(PREFIX)}
+    assert json.loads(json.dumps(told)) == told
+    assert told["budget_reservation_id"] == str(one)
+    assert told["budget_estimated"] == {"tenant:a": 2**63 - 1}
+    assert vars(second)["budget_error"] == "no"
+
+
+def test_nothing_is_made_of_an_event_whose_level_is_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    asked: list[Any] = []
+    logger = Logger("celery_budget.x")
+    logger.event("spool.opened", path=lambda: asked.append(1))
+    assert asked == []
+    caplog.set_level(logging.DEBUG)
+    logger.event("spool.opened", path=lambda: asked.append(1))
+    assert asked == [1]
+
+
+def test_a_traceback_comes_with_an_exception(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        Logger("celery_budget.x").exception("step.failed", step="the sweep")
+    assert "ValueError: why" in caplog.text
+
+
+def rows(title: str) -> list[list[str]]:
+    """Return the cells of a table's rows, from one heading of the page on."""
+    page = (ROOT / "docs" / "log-events.md").read_text(encoding="utf-8")
+    return [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in page[page.index(title) :].splitlines()
+        if re.match(r"^\| `", line)
+    ]
+
+
+def test_the_page_lists_the_events() -> None:
+    listed = [
+        (name.strip("` "), level, text, fields.rstrip(" |"))
+        for name, level, text, fields in (row for row in rows("## Requests") if len(row) == 4)
+    ]
+    wanted = {
+        (
+            event.name,
+            logging.getLevelName(event.level),
+            event.text,
+            ", ".join(f"`{field}`" for field in event.fields) or "none",
+        )
+        for event in EVENTS.values()
+    }
+    assert len(listed) == len(EVENTS)
+    assert set(listed) == wanted
+
+
+def test_the_page_says_what_the_fields_mean() -> None:
+    listed = {name.strip("` "): meaning.rstrip(" |") for name, meaning in rows("## Fields")}
+    assert listed == dict(FIELDS)
+
+
+def test_the_list_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        events.EVENTS["x"] = EVENTS["lane.awake"]  # type: ignore[index]
