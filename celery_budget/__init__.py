@@ -4,6 +4,7 @@
 ``BudgetedTask``) gives a task a budget and an estimate; ``usage.record`` tells what it used.
 """
 
+from celery_budget.core.alerts import Alert
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.budgets import Balance, Budget, Share
 from celery_budget.core.estimators import Estimator, estimator
@@ -63,10 +64,11 @@ from celery_budget.errors import (
 from celery_budget.integration import usage
 from celery_budget.integration.effects import asettle, effect, settle
 from celery_budget.integration.install import CeleryBudget
-from celery_budget.integration.signals import park_expired
+from celery_budget.integration.signals import alert, park_expired
 from celery_budget.integration.task import BudgetedTask, budgeted
 
 __all__ = [
+    "Alert",
     "AttemptLost",
     "AttemptsSpent",
     "Balance",
@@ -125,6 +127,7 @@ __all__ = [
     "UnknownPrice",
     "UnknownRequest",
     "UnsupportedPublication",
+    "alert",
     "asettle",
     "budgeted",
     "cost",

@@ -6,18 +6,20 @@ field's name (``CELERY_BUDGET_…`` under the ``CELERY`` namespace, as for Celer
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from celery_budget.core.budgets import check_name, check_unit
+from celery_budget.core.alerts import parse_thresholds
+from celery_budget.core.budgets import MILLION, check_name, check_unit
 from celery_budget.core.reservations import Again
 from celery_budget.core.usage import MONEY
-from celery_budget.errors import ConfigurationError
+from celery_budget.errors import ConfigurationError, InvalidBudget
 
-__all__ = ["ANY_STAGE", "PREFIX", "Settings"]
+__all__ = ["ANY_STAGE", "PREFIX", "Settings", "check_callable"]
 
 PREFIX = "budget_"
 
@@ -30,6 +32,8 @@ REJECTED_US = 1_000_000
 RENEWALS_PER_LEASE = 4
 #: What another broker may be called.
 NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
+#: What names a callable in a module.
+IMPORTED = re.compile(r"[\w.]+[:.]\w[\w.]*")
 #: No number of a setting makes sense above this: seconds of thirty years.
 MOST = 1_000_000_000
 #: Locks are waited for within a statement, whose time-out PostgreSQL keeps in 31 bits; a statement
@@ -45,6 +49,15 @@ OR_NONE = ("metrics_port",)
 
 #: Texts that may be empty, and then are none.
 OPTIONAL = ("listen_url", "dashboard_token")
+
+#: Which are switched off by 0.
+OFF = {
+    "alert_parked_seconds",
+    "alert_quarantine",
+    "alert_drift_requests",
+    "alert_overdue_seconds",
+    "alert_reconcile_seconds",
+}
 
 _URL_FORMS = (
     "'postgresql+psycopg://user@host/name' for PostgreSQL, or 'sqlite:////absolute/path.db' "
@@ -106,6 +119,17 @@ class Settings:
     :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
         others are summed.
     :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
+    :ivar on_alert: what is called with each alert: ``module:name``, or the callable itself; none
+        to call nothing.
+    :ivar alert_at: at which parts of its limit a budget gives an alert, unless it has its own.
+    :ivar alert_seconds: how often budgets are looked at for alerts.
+    :ivar alert_parked_seconds: how long a request may be parked before that is an alert; 0 for
+        none, as of those that follow.
+    :ivar alert_quarantine: more than so many that are new in quarantine within an hour are one.
+    :ivar alert_drift_requests: by so many measured requests a stage above its ceiling is one.
+    :ivar alert_overdue_seconds: how long a message may be due and not published before that is one.
+    :ivar alert_reconcile_seconds: how often it is proved that the ledger adds up.
+    :ivar alert_call_seconds: how long ``on_alert`` may take before it counts as hanging.
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
@@ -142,6 +166,15 @@ class Settings:
     metrics_seconds: float = 5.0
     metrics_labels: int = 200
     tracing: bool = True
+    on_alert: Callable[..., Any] | str | None = None
+    alert_at: tuple[float, ...] = (0.8, 0.95, 1.0)
+    alert_seconds: float = 5.0
+    alert_parked_seconds: float = 3600.0
+    alert_quarantine: int = 10
+    alert_drift_requests: int = 20
+    alert_overdue_seconds: float = 60.0
+    alert_reconcile_seconds: float = 86_400.0
+    alert_call_seconds: float = 30.0
     beat_scheduler: str = "celery.beat:PersistentScheduler"
 
     @property
@@ -193,6 +226,11 @@ class Settings:
     def effect_retention_us(self) -> int:
         """:attr:`effect_retention_seconds` in microseconds."""
         return int(self.effect_retention_seconds * 1_000_000)
+
+    @property
+    def alert_parts(self) -> tuple[int, ...]:
+        """:attr:`alert_at` in parts per million."""
+        return parse_thresholds(self.alert_at, f"{PREFIX}alert_at") or ()
 
     @property
     def result_us(self) -> int:
@@ -291,7 +329,13 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         return _prices(value)
     if name == "drift_ceilings":
         return _ceilings(value)
+    if name == "alert_at":
+        return _thresholds(value)
+    if name == "on_alert":
+        return _callable(value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
+    if number and value == 0 and name in OFF:
+        return 0 if kind == "int" else 0.0
     most = MOST_OF.get(name, MOST)
     if number and value == 0 and name in OR_NONE:
         return 0
@@ -331,6 +375,49 @@ def _prices(value: Any) -> dict[str, dict[str, Decimal]]:
             raise ConfigurationError(f"{PREFIX}prices has {model!r}: {given!r}; {form}")
         prices[model] = {name: _price(model, name, one) for name, one in given.items()}
     return prices
+
+
+def _thresholds(value: Any) -> tuple[float, ...]:
+    """Return shares of a limit, rising."""
+    try:
+        parts = parse_thresholds(value, f"{PREFIX}alert_at")
+    except InvalidBudget as exc:
+        raise ConfigurationError(str(exc)) from exc
+    if parts is None:
+        raise ConfigurationError(f"{PREFIX}alert_at is {value!r}; give shares such as (0.8, 1.0)")
+    return tuple(one / MILLION for one in parts)
+
+
+def _callable(value: Any) -> Any:
+    """Return a callable, or text that names one; whether that is there is seen at the start."""
+    if isinstance(value, str):
+        if IMPORTED.fullmatch(value):
+            return value
+    elif callable(value):
+        check_callable(value)
+        return value
+    raise ConfigurationError(
+        f"{PREFIX}on_alert is {value!r}; give 'module:name', or a callable that takes an alert"
+    )
+
+
+def check_callable(found: Any) -> None:
+    """Check that what ``budget_on_alert`` names can be called from a thread.
+
+    :raises ConfigurationError: where it cannot be called, or is a coroutine function.
+    """
+    if not callable(found):
+        raise ConfigurationError(
+            f"{PREFIX}on_alert is {found!r}, which cannot be called; give a function that takes an "
+            "alert"
+        )
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
+        getattr(found, "__call__", None)  # noqa: B004 - an object whose call is asynchronous
+    ):
+        raise ConfigurationError(
+            f"{PREFIX}on_alert is {found!r}, a coroutine function; it is called in a thread: give "
+            "a function that is not async, or one that runs it by asyncio.run()"
+        )
 
 
 def _ceilings(value: Any) -> dict[str, float]:

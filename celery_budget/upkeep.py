@@ -1,11 +1,14 @@
-"""Upkeep: what the sweep does for budgets: windows ahead, empty ones away, drained ones closed."""
+"""Upkeep: what the sweep does for budgets: windows ahead, empty ones away, drained ones closed.
+
+And what was told of windows that have ended.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets, windows
+from celery_budget.store import Store, alerts, budgets, windows
 
 __all__ = ["Upkeep", "Upkept"]
 
@@ -48,6 +51,7 @@ class Upkeep:
         made = self._store.run(windows.ahead, self._root, HORIZON_US, LIMIT)
         pruned, last = self._store.run(windows.prune, self._root, self._pruned_to, EMPTY_US, LIMIT)
         self._pruned_to = last or self._pruned_to
+        self._store.run(alerts.prune, self._root, LIMIT)
         draining = self._store.read(budgets.draining, self._root, self._drained_to, LIMIT)
         # Before they are closed: one that cannot be now does not come first again.
         self._drained_to = draining[-1] if len(draining) == LIMIT else ""

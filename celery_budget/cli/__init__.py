@@ -7,7 +7,9 @@ not add up, 2 where the command line is wrong. Errors go to the standard error s
 
 from celery_budget.cli import (
     accounts,
+    alerts,
     cancel,
+    check,
     dashboard,
     declare,
     explain,
@@ -23,8 +25,10 @@ from celery_budget.cli.group import budget
 
 __all__ = [
     "accounts",
+    "alerts",
     "budget",
     "cancel",
+    "check",
     "dashboard",
     "declare",
     "explain",

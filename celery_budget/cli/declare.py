@@ -108,6 +108,13 @@ def init(ctx: click.Context, as_json: bool) -> None:
     help="Its share of a lane beside that of others, 1 unless given; with 0 its work goes last.",
 )
 @click.option(
+    "--alert-at",
+    cls=CeleryOption,
+    metavar="SHARES|none|default",
+    help="At which parts of its limit it gives an alert, such as 80%,95%; none for no alert, "
+    "default for those of budget_alert_at.",
+)
+@click.option(
     "--reopen", cls=CeleryOption, is_flag=True, help="Let a closed budget take requests again."
 )
 @json_option
@@ -124,6 +131,7 @@ def set_(
     soft_stop: Decimal | None,
     hard_stop: Decimal | None,
     weight: int | None,
+    alert_at: str | None,
     reopen: bool,
     as_json: bool,
 ) -> None:
@@ -139,6 +147,7 @@ def set_(
       celery -A proj budget set acme --limit 2_000_000 --period month --timezone Europe/Berlin
       celery -A proj budget set acme/drafts --parent acme --limit 10%
       celery -A proj budget set acme --soft-stop 0.8
+      celery -A proj budget set acme --alert-at 50%,90%
       celery -A proj budget set 'tenant:*' --parent acme --limit 50_000
     """
     given: dict[str, Any] = {
@@ -149,6 +158,7 @@ def set_(
         "soft_stop": soft_stop,
         "hard_stop": hard_stop,
         "weight": weight,
+        "alert_at": alert_at,
     }
     terms = {term: value for term, value in given.items() if value is not None}
     if limit is not None:

@@ -16,8 +16,12 @@ from celery_budget.core.periods import Period
 from celery_budget.errors import InvalidBudget, InvalidName
 
 __all__ = [
+    "DEFAULT",
     "MILLION",
+    "MOST_THRESHOLDS",
     "MOST_WEIGHT",
+    "NONE",
+    "TOP",
     "WILDCARD",
     "Balance",
     "Budget",
@@ -32,6 +36,8 @@ __all__ = [
     "match",
     "most",
     "parts_per_million",
+    "percent",
+    "thresholds_text",
     "with_terms",
 ]
 
@@ -42,6 +48,14 @@ MILLION = 1_000_000
 
 #: How much one budget may weigh in a lane.
 MOST_WEIGHT = 1_000_000
+
+#: How many thresholds one budget may have, and up to which part of the limit, in parts per million.
+MOST_THRESHOLDS = 10
+TOP = 10 * MILLION
+
+#: What is written for no thresholds, and for those of the setting.
+NONE = "none"
+DEFAULT = "default"
 
 #: Stands in a template's name for one or more characters other than ``/``.
 WILDCARD = "*"
@@ -184,7 +198,7 @@ class Share:
         return cls(int(parts))
 
     def __str__(self) -> str:
-        return f"{(Decimal(self.parts) / 10_000).normalize():f}%"
+        return percent(self.parts)
 
 
 Limit = int | Share | None
@@ -205,6 +219,8 @@ class Budget:
     :ivar stripes: over how many rows the counters of one window are spread.
     :ivar weight: its share of a lane beside that of others, from 0 to :data:`MOST_WEIGHT`; with 0
         its work goes last.
+    :ivar alert_at: at which parts of its limit it gives an alert, in parts per million, rising;
+        none for those of ``budget_alert_at``.
     :raises InvalidName: for what cannot be a name or a unit.
     :raises InvalidAmount: for what cannot be a limit.
     :raises InvalidBudget: for terms that cannot be met together.
@@ -219,6 +235,7 @@ class Budget:
     hard_stop: int = MILLION
     stripes: int = 1
     weight: int = 1
+    alert_at: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -245,6 +262,23 @@ class Budget:
             raise InvalidBudget(
                 f"the weight of {self.name!r} is {self.weight!r}; give an integer from 0 (goes "
                 f"last) to {MOST_WEIGHT:_}"
+            )
+        self._check_thresholds()
+
+    def _check_thresholds(self) -> None:
+        given = self.alert_at
+        if given is None:
+            return
+        if (
+            type(given) is not tuple
+            or not all(type(one) is int for one in given)
+            or list(given) != sorted(set(given))
+            or len(given) > MOST_THRESHOLDS
+            or not all(0 < one <= TOP for one in given)
+        ):
+            raise InvalidBudget(
+                f"the thresholds of {self.name!r} are {given!r}; give at most {MOST_THRESHOLDS} "
+                "parts per million of its limit, rising"
             )
 
     def _check_parent(self) -> None:
@@ -279,6 +313,7 @@ class Budget:
             self.hard_stop,
             self.stripes,
             self.weight,
+            self.alert_at,
         )
 
 
@@ -286,9 +321,9 @@ def with_terms(before: Budget | None, name: str, terms: Mapping[str, Any]) -> Bu
     """Return ``before``, or a new budget ``name``, with ``terms``; what is not given stays.
 
     :param terms: ``unit``, ``limit``, ``parent``, ``soft_stop``, ``hard_stop``, ``stripes``,
-        ``weight``, as those of :class:`Budget`; ``period``, ``timezone``, ``anchor_day``, as those
-        of :class:`~celery_budget.core.periods.Period`. Another period has its own anchor day. A
-        hard stop that is given alone takes a soft stop above it along.
+        ``weight``, ``alert_at``, as those of :class:`Budget`; ``period``, ``timezone``,
+        ``anchor_day``, as those of :class:`~celery_budget.core.periods.Period`. Another period has
+        its own anchor day. A hard stop that is given alone takes a soft stop above it along.
     :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for what cannot be.
     """
     given = dict(terms)
@@ -334,6 +369,18 @@ class Balance:
     def available(self) -> int | None:
         """What a new request may still reserve: ``limit - reserved - spent``."""
         return None if self.limit is None else self.limit - self.reserved - self.spent
+
+
+def percent(parts: int) -> str:
+    """Return parts per million as they are written: ``80%``."""
+    return f"{(Decimal(parts) / 10_000).normalize():f}%"
+
+
+def thresholds_text(alert_at: tuple[int, ...] | None) -> str:
+    """Return thresholds as they are written: ``80%,95%``, ``none`` or ``default``."""
+    if alert_at is None:
+        return DEFAULT
+    return ",".join(map(percent, alert_at)) or NONE
 
 
 def most(limit: int | None, stop: int) -> int:

@@ -16,7 +16,9 @@ from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
+from celery_budget.core.alerts import parse_thresholds
 from celery_budget.core.budgets import (
+    DEFAULT,
     MILLION,
     Budget,
     Limit,
@@ -25,6 +27,7 @@ from celery_budget.core.budgets import (
     is_template,
     match,
     parts_per_million,
+    thresholds_text,
 )
 from celery_budget.core.lane_files import parse_lanes
 from celery_budget.core.lanes import Lane
@@ -47,6 +50,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     "anchor_day": ((int,), "an integer"),
     **dict.fromkeys(("soft_stop", "hard_stop"), ((int, float), "a ratio such as 0.8")),
     **dict.fromkeys(("stripes", "weight"), ((int,), "an integer")),
+    "alert_at": ((str, list), 'shares of the limit such as "80%,95%", or "none"'),
 }
 _UNLIMITED = "none"
 
@@ -267,6 +271,7 @@ def _budget(table: _Table, units: Mapping[str, str | None]) -> Budget:
             hard_stop=hard_stop,
             stripes=terms.get("stripes", Budget.stripes),
             weight=terms.get("weight", Budget.weight),
+            alert_at=parse_thresholds(terms.get("alert_at", DEFAULT), "alert_at"),
         )
     except BudgetError as exc:
         raise InvalidBudget(f"{table.where}: {exc}") from exc
@@ -296,6 +301,7 @@ def _terms(budget: Budget) -> dict[str, _Value]:
         "hard_stop": Decimal(budget.hard_stop) / MILLION,
         "stripes": budget.stripes,
         "weight": budget.weight,
+        "alert_at": thresholds_text(budget.alert_at),
     }
 
 

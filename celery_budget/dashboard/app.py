@@ -18,8 +18,16 @@ from celery_budget.dashboard.guard import Authenticate, Guard, path_of
 from celery_budget.dashboard.pages import FILES, Pages
 from celery_budget.dashboard.reads import Reads, Seen
 from celery_budget.dashboard.tokens import Token
-from celery_budget.errors import BudgetError, SchemaError, StoreError, UnknownBudget, UnknownRequest
+from celery_budget.errors import (
+    BudgetError,
+    MissingExtra,
+    SchemaError,
+    StoreError,
+    UnknownBudget,
+    UnknownRequest,
+)
 from celery_budget.integration.views import Views
+from celery_budget.metrics import exposition
 
 __all__ = ["build"]
 
@@ -75,7 +83,10 @@ class _Routes:
             ("/request", "request", self._request, pages.request),
             ("/plots", "report", self._report, pages.plots),
         ]
-        found = [Route("/static/{name}", self._static, name="static")]
+        found = [
+            Route("/static/{name}", self._static, name="static"),
+            Route("/metrics", self._metrics, name="metrics"),
+        ]
         for path, name, ask, show in looked:
             found.append(Route(path, self._page(ask, show), name=name))
             found.append(Route(API + name, self._document(ask), name=f"api-{name}"))
@@ -115,6 +126,13 @@ class _Routes:
 
         return document
 
+    async def _metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")[:255]
+        key = ("metrics", accept)
+        seen = await self._reads.get(key, lambda: exposition(self._views, accept))
+        body, kind = seen.value
+        return Response(body, headers={"Content-Type": kind})
+
     async def _static(self, request: Request) -> Response:
         file = FILES.get(request.path_params["name"])
         if file is None:
@@ -134,7 +152,7 @@ class _Routes:
 
         What the database has said is for who runs it: it is in the log.
         """
-        if isinstance(error, (UnknownBudget, UnknownRequest)):
+        if isinstance(error, (UnknownBudget, UnknownRequest, MissingExtra)):
             return self.turned_away(request, 404, str(error))
         if isinstance(error, SchemaError):
             answer = self.turned_away(request, 503, str(error))

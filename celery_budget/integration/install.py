@@ -15,6 +15,7 @@ from kombu.utils.objects import cached_property
 
 from celery_budget import admission, reconcile, settlement, telling, tracing
 from celery_budget.core.backpressure import Outlook
+from celery_budget.core.checkup import Checkup
 from celery_budget.core.estimators import Estimators, estimators
 from celery_budget.core.jobs import Job
 from celery_budget.core.policies import BudgetLine
@@ -31,6 +32,7 @@ from celery_budget.integration import canvas, eager_canvas, fallbacks, jobs, reu
 from celery_budget.integration.batch import Batch
 from celery_budget.integration.brokers import Brokers
 from celery_budget.integration.capture import last_of_chord
+from celery_budget.integration.checkup import ASK_SECONDS, check_up
 from celery_budget.integration.context import find_installed, install_on
 from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
@@ -288,6 +290,17 @@ class CeleryBudget(Ledger):
                 f"publish() is for a signature, not for {signature!r}; give task.s(...)"
             )
         return await asyncio.to_thread(signature.apply_async, **options)
+
+    def checkup(self, timeout: float = ASK_SECONDS) -> Checkup:
+        """Return what would break the guarantees of the running configuration, with the remedy.
+
+        Looks at configuration, tasks, brokers, ledger, relays and workers, as ``budget check``
+        does; what cannot be reached is among what is found. Changes nothing.
+
+        :param timeout: how many seconds workers are given to answer.
+        :raises ConfigurationError: where a setting cannot work at all.
+        """
+        return check_up(self, timeout)
 
     def check_gate(self) -> None:
         """Check that publications of the application pass the gate.

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from celery_budget import reconcile as shown
 from celery_budget.core import declarations
+from celery_budget.core.alerts import parse_thresholds
 from celery_budget.core.budgets import Budget, Limit, Share, check_text, parts_per_million
 from celery_budget.core.declarations import Change
 from celery_budget.core.identity import new_id
@@ -108,6 +109,7 @@ class Ledger(Views):
         soft_stop: float | Decimal | str | None = None,
         hard_stop: float | Decimal | str | None = None,
         weight: int | None = None,
+        alert_at: Iterable[float | Decimal | str] | str | Literal[_Keep.KEEP] | None = KEEP,
         reopen: bool = False,
     ) -> Budget:
         """Create the budget ``name`` or change it; with a ``*`` in its name, a template.
@@ -130,6 +132,9 @@ class Ledger(Views):
         :param hard_stop: up to which part work is admitted that continues what was started.
         :param weight: its share of a lane beside that of others, 1 unless given; with 0 its work
             goes last.
+        :param alert_at: at which parts of its limit it gives an alert: ``(0.8,
+            0.95)`` or ``"80%,95%"``; none for no alert, ``"default"`` for those of
+            ``budget_alert_at``.
         :param reopen: let it take requests again, where it is closed or draining.
         :return: the budget as it is declared then.
         :raises InvalidName, InvalidAmount, InvalidPeriod, InvalidBudget: for terms that cannot be.
@@ -150,6 +155,8 @@ class Ledger(Views):
             terms["limit"] = Share.parse(str(limit), f"the limit of {name!r}") if written else limit
         if parent is not KEEP:
             terms["parent"] = parent
+        if alert_at is not KEEP:
+            terms["alert_at"] = parse_thresholds(alert_at, f"the thresholds of {name!r}")
         return self.store.run(_set, self.settings.root, name, terms, reopen)
 
     def apply(
@@ -164,8 +171,8 @@ class Ledger(Views):
 
         In one transaction. A lane's keys are its terms, with ``max_wait_seconds``; whether it is
         paused is not among them. A budget's keys are ``name, unit, limit, parent, root, period,
-        timezone, anchor_day, soft_stop, hard_stop, stripes, weight``. The same file again changes
-        nothing. What it names is open afterwards, closed as it may have been.
+        timezone, anchor_day, soft_stop, hard_stop, stripes, weight, alert_at``. The same file again
+        changes nothing. What it names is open afterwards, closed as it may have been.
 
         :param text: what the file says, in TOML.
         :param source: what the file is called in errors.

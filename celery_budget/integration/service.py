@@ -1,8 +1,9 @@
-"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight.
+"""What runs beside beat or as ``budget relay``: relay, parked work, sweep, inquiries, preflight,
+alerts.
 
 A thread each, so that a result backend that hangs under the sweep never holds up a message, nor
 does a task's own function that is asked about a lost attempt hold up the sweep, nor a broker that
-does not say who consumes a queue the relay.
+does not say who consumes a queue the relay, nor a callable that is told of an alert anything else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from celery_budget import inquiry, metrics, parking, recovery, relay, tallying
 from celery_budget.errors import StoreError
 from celery_budget.events import Logger
+from celery_budget.integration.alerts import alerting_of
 from celery_budget.integration.inquiries import TaskInquiries
 from celery_budget.integration.preflight import CeleryWorkers
 from celery_budget.integration.publisher import KombuPublisher
@@ -62,7 +64,8 @@ class RelayService:
         """Start the threads.
 
         :raises SchemaError: where ``budget init`` has not been run.
-        :raises ConfigurationError: where the broker's options forbid what a relay needs.
+        :raises ConfigurationError: where the broker's options forbid what a relay needs, or
+            ``budget_on_alert`` names nothing that can be called.
         :raises MissingExtra: where metrics are to be served and prometheus-client is missing.
         """
         if self._running is not None:
@@ -116,11 +119,13 @@ class _Running:
         self._relay.passes = self._passes
         self._sleeper = wakeup.sleeper(budget.store, budget.settings)
         self._relaying = _thread("relay", self._run_relay)
+        self._alerts = alerting_of(budget)
         self._others = [
             _thread("sweep", self._run_sweep),
             _thread("parked", self._run_parking),
             _thread("inquiries", self._run_inquiries),
             _thread("preflight", self._run_preflight),
+            _thread("alerts", self._run_alerts),
         ]
         if self._collector is not None:
             self._others.append(_thread("metrics", self._run_metrics))
@@ -211,6 +216,9 @@ class _Running:
     def _run_metrics(self) -> None:
         if self._collector is not None:
             metrics.serve(*self._address, self._collector.exposition, self._stop)
+
+    def _run_alerts(self) -> None:
+        self._again_and_again("alerts", self._alerts.run_once, self._budget.settings.alert_seconds)
 
     def _again_and_again(
         self, what: str, step: Callable[[], object], every: float | None = None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from celery import Celery
 
+from celery_budget import alerting
 from celery_budget import reconcile as shown
+from celery_budget.core.alerts import StandingAlert
 from celery_budget.core.budgets import Balance
 from celery_budget.core.estimates import checked_quantile
 from celery_budget.core.invoices import MOST_LINE
@@ -136,14 +138,11 @@ class Views:
         """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
         return shown.quarantine_is_full(self.store, self.settings)
 
-    def parked(self, limit: int = 100, budget: str | None = None) -> list[shown.ParkedRequest]:
-        """Return what waits for budget, at most ``limit``; budget by budget, the next one first.
-
-        :param budget: only what waits for this one.
-        """
+    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
-        return shown.parked(self.store, self.settings, limit, budget)
+        return shown.parked(self.store, self.settings, limit)
 
     def queued(self) -> tuple[shown.Queued, ...]:
         """Return for each budget that anything waits for how much, and for how long."""
@@ -178,6 +177,10 @@ class Views:
         until_us, until_ago = _instant("until", until)
         asked = shown.Asked(since_us, until_us, budget, stage)
         return shown.report(self.store, self.settings, asked, by, (since_ago, until_ago))
+
+    def alerts(self) -> tuple[StandingAlert, ...]:
+        """Return the alerts that stand, the newest first; the relay gives them."""
+        return alerting.standing(self.store, self.settings)
 
     def suggest(
         self,
@@ -220,7 +223,12 @@ class Views:
         return shown.relays(self.store, self.settings)
 
     def reconcile(
-        self, *, limit: int = 20, broker: bool = False, results: int = 0
+        self,
+        *,
+        limit: int = 20,
+        broker: bool = False,
+        results: int = 0,
+        told: Callable[[int, int], None] | None = None,
     ) -> shown.Reconciliation:
         """Return whether the ledger adds up, what does not, and what of it is open.
 
@@ -229,6 +237,8 @@ class Views:
             answer within seconds is told as such.
         :param results: look up in the result backend the results of so many requests that have
             ended, those admitted last.
+        :param told: called after each part of the proof with how many are done, and how many there
+            are.
         """
         if type(limit) is not int or limit < 0:
             raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}")
@@ -243,6 +253,7 @@ class Views:
                 queues=queues,
                 stored=BackendResults(self.app),
                 results=results,
+                told=told,
             )
         finally:
             if queues is not None:

@@ -18,6 +18,7 @@ from celery.worker.request import Request
 from celery_budget import settlement
 from celery_budget.errors import BudgetError, StoreError
 from celery_budget.events import Logger
+from celery_budget.integration import info  # noqa: F401 - registers what workers answer
 from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     BOOT_ID,

@@ -35,6 +35,7 @@ def budget_as_dict(budget: Budget) -> dict[str, Any]:
         "hard_stop": budget.hard_stop / MILLION,
         "stripes": budget.stripes,
         "weight": budget.weight,
+        "alert_at": None if budget.alert_at is None else [one / MILLION for one in budget.alert_at],
     }
 
 

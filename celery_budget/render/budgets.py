@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most
+from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most, thresholds_text
 from celery_budget.core.declarations import Change
 from celery_budget.core.lane_files import LaneChange
 from celery_budget.reconcile import Entry, Grant, Standing, Template
@@ -163,6 +163,7 @@ def _template_facts(template: Template) -> dict[str, str | None]:
         "period": _period(budget),
         **_stops(budget, None),
         "weight": _weight(budget),
+        "alerts at": None if budget.alert_at is None else thresholds_text(budget.alert_at),
         "made": f"{number(template.made)} budget{'' if template.made == 1 else 's'}",
     }
 
@@ -184,6 +185,7 @@ def _facts(standing: Standing) -> dict[str, str | None]:
         "window": window,
         **_stops(budget, balance.limit),
         "weight": _weight(budget),
+        "alerts at": None if budget.alert_at is None else thresholds_text(budget.alert_at),
         "new work": f"{room}{by}",
         "template": standing.template,
     }

@@ -45,6 +45,7 @@ __all__ = [
     "reopen",
     "rows_of",
     "some_of",
+    "thresholds_of",
 ]
 
 
@@ -83,7 +84,13 @@ def budget_of(row: sa.Row[Any]) -> Budget:
         row.hard_stop,
         row.stripes,
         row.weight,
+        thresholds_of(row.alert_at),
     )
+
+
+def thresholds_of(written: str | None) -> tuple[int, ...] | None:
+    """Return the thresholds of a row: parts per million with commas between them."""
+    return None if written is None else tuple(int(one) for one in written.split(",") if one)
 
 
 def open_budgets(connection: Connection, root: str, made: bool = False) -> list[Budget]:

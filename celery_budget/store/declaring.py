@@ -186,6 +186,7 @@ def _columns(budget: Budget) -> dict[str, Any]:
         "hard_stop": budget.hard_stop,
         "stripes": budget.stripes,
         "weight": budget.weight,
+        "alert_at": None if budget.alert_at is None else ",".join(map(str, budget.alert_at)),
     }
 
 

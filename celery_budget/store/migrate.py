@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.errors import SchemaError
 
-__all__ = ["VERSION_TABLE", "check", "upgrade"]
+__all__ = ["VERSION_TABLE", "check", "head", "upgrade"]
 
 #: Alembic's own table; not its default name, so that it can share a database with an application.
 VERSION_TABLE = "budget_alembic_version"
@@ -44,6 +44,11 @@ def check(connection: Connection) -> None:
             f"the ledger's schema is at version {found or 'none'} and this release needs "
             f"{_head()}; run 'celery -A PROJ budget init'"
         )
+
+
+def head() -> str:
+    """Return the version that this release needs."""
+    return _head()
 
 
 def _config() -> Config:

@@ -47,6 +47,8 @@ __all__ = [
     "IS_UNPUBLISHED",
     "IS_UNTALLIED",
     "adjustments",
+    "alert_looks",
+    "alerts",
     "attempts",
     "backlog",
     "balances",
@@ -232,6 +234,8 @@ budgets = Table(
     Column("template", String(255)),
     # Its share of a lane, beside that of others; 0 goes last.
     Column("weight", Integer, nullable=False, server_default="1"),
+    # At which parts of its limit it alerts, with commas between them; none for the setting's.
+    Column("alert_at", String(255)),
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
     Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
@@ -967,4 +971,43 @@ refusals = Table(
         "root", "day", "budget", "stage", "reason", "slot", name="pk_budget_refusals"
     ),
     Index("ix_budget_refusals_slots", "root", "day", **_when("slot > 0")),
+)
+
+alerts = Table(
+    "budget_alerts",
+    metadata,
+    # One for each threshold of a subject and window; of no window it is 0.
+    Column("root", String(255)),
+    Column("kind", String(32)),
+    Column("subject", Text),
+    Column("window_us", BigInteger),
+    Column("threshold", BigInteger),
+    Column("alert_id", Uuid, nullable=False),
+    # due: has still to be told; told; failed: is told no more.
+    Column("state", String(16), nullable=False),
+    # How often it was told, which is the fence of who tells it, and when it is told again.
+    Column("tries", Integer, nullable=False),
+    Column("due_us", BigInteger, nullable=False),
+    Column("since_us", BigInteger, nullable=False),
+    Column("told_us", BigInteger),
+    # When its window ends.
+    Column("end_us", BigInteger, nullable=False, server_default=str(MAX_AMOUNT)),
+    # What it says, as JSON.
+    Column("said", Text, nullable=False),
+    PrimaryKeyConstraint(
+        "root", "kind", "subject", "window_us", "threshold", name="pk_budget_alerts"
+    ),
+    Index("ix_budget_alerts_due", "root", "due_us", **_when("state = 'due'")),
+    Index("ix_budget_alerts_end", "root", "end_us"),
+)
+
+alert_looks = Table(
+    "budget_alert_looks",
+    metadata,
+    # What is looked at for alerts, when it was, and behind which name that goes on.
+    Column("root", String(255)),
+    Column("what", String(32)),
+    Column("looked_us", BigInteger, nullable=False),
+    Column("after_name", String(255), nullable=False),
+    PrimaryKeyConstraint("root", "what", name="pk_budget_alert_looks"),
 )

@@ -62,6 +62,9 @@ def test_content(wheel: Path) -> None:
     }
     assert packaged == source
     assert "celery_budget/py.typed" in packaged
+    # No build step makes them: what the dashboard sends to browsers is in the package.
+    for name in ("static/dashboard.css", "static/dashboard.js", "templates/overview.html"):
+        assert f"celery_budget/dashboard/{name}" in packaged
     migrations = {name for name in packaged if name.startswith("celery_budget/store/migrations/")}
     assert "celery_budget/store/migrations/env.py" in migrations
     assert any("/versions/" in name and name.endswith(".py") for name in migrations)

@@ -62,6 +62,7 @@ def test_all_keys_of_a_table_are_read() -> None:
         hard_stop = 0.95
         stripes = 1
         weight = 3
+        alert_at = "95%, 0.5"
     """
     assert read(text) == (
         Budget("org", "tokens"),
@@ -75,6 +76,7 @@ def test_all_keys_of_a_table_are_read() -> None:
             950_000,
             1,
             3,
+            (500_000, 950_000),
         ),
     )
 
@@ -101,6 +103,29 @@ def test_inline_tables_are_tables() -> None:
 )
 def test_a_limit_is_an_integer_or_none(text: str, limit: int | None) -> None:
     assert one(limit=text).limit == limit
+
+
+@pytest.mark.parametrize(
+    ("text", "alert_at"),
+    [
+        ("", None),
+        ("'default'", None),
+        ("'none'", ()),
+        ("[]", ()),
+        ("'80%,100%'", (800_000, 1_000_000)),
+        ("['80%', 1.2]", (800_000, 1_200_000)),
+    ],
+)
+def test_thresholds_are_shares_of_the_limit(text: str, alert_at: tuple[int, ...] | None) -> None:
+    budget = one(alert_at=text)
+    assert budget.alert_at == alert_at
+    assert read(written({"default": [budget]}, "default")) == (budget,)
+
+
+@pytest.mark.parametrize("text", ["'80'", "'much'", "[true]", "'0%'", "['80%', []]", "['nan']"])
+def test_thresholds_that_cannot_be_are_named(text: str) -> None:
+    with pytest.raises(InvalidBudget, match="give shares of the limit"):
+        one(alert_at=text)
 
 
 def test_a_limit_may_be_a_share_of_the_parents() -> None:

@@ -476,11 +476,11 @@ def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:
 
 def test_what_was_given_up_was_never_admitted() -> None:
     ended = {"state": "released", "reason": "park_expired", "created_us": 2 * SECOND}
-    ended["ended_us"] = 2 * SECOND + 1
+    ended |= {"ended_us": 2 * SECOND + 1, "admitted": False}
     given_up = a_story(attempts=(), usage=(), reservation=ended)
     assert events(given_up) == ["given up: it waited too long for budget"]
     # One that was admitted first, and parked later.
-    late = a_story(attempts=(), usage=(), reservation={**ended, "created_us": 1})
+    late = a_story(attempts=(), usage=(), reservation={**ended, "admitted": True})
     assert events(late) == ["admitted", "released"]
 
 

@@ -37,6 +37,7 @@ def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
         "str": "reject", "bool": False, "int": 7, "float": 7.5,
         "Mapping[str, str]": {"eu": "amqp://eu//"},
         "Mapping[str, float]": {"*": 1.5, "draft": 1.2},
+        "tuple[float, ...]": (0.5, 1.2), "Callable[..., Any] | str | None": "shop.alerts:notify",
         "Mapping[str, Mapping[str, Decimal]]": {"m-1": {"input_mtok": Decimal("0.15")}},
     }  # fmt: skip
     wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
@@ -58,6 +59,41 @@ def test_every_setting_is_documented() -> None:
         assert f":ivar {field.name}:" in str(Settings.__doc__)
 
 
+async def _notify(alert: Any) -> None:
+    """Cannot be called from a thread."""
+
+
+class _Notifier:
+    async def __call__(self, alert: Any) -> None:
+        """Nor can this."""
+
+
+@pytest.mark.parametrize("given", [(0.95, 0.8), [0.8, 0.95, 0.8], "80%, 95%", ("80%", "0.95")])
+def test_thresholds_are_written_in_several_ways(given: Any) -> None:
+    settings = read(database_url=URL, alert_at=given)
+    assert settings.alert_at == (0.8, 0.95)
+    assert settings.alert_parts == (800_000, 950_000)
+
+
+@pytest.mark.parametrize("given", [(), [], "none"])
+def test_no_thresholds_are_none(given: Any) -> None:
+    assert read(database_url=URL, alert_at=given).alert_parts == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "alert_parked_seconds",
+        "alert_quarantine",
+        "alert_drift_requests",
+        "alert_overdue_seconds",
+        "alert_reconcile_seconds",
+    ],
+)
+def test_alerts_can_be_switched_off(name: str) -> None:
+    assert getattr(read(database_url=URL, **{name: 0}), name) == 0
+
+
 BAD: list[Any] = [
     ("database_url", "budget.db", "sqlite:////absolute"),
     ("database_url", 7, "give text"),
@@ -67,6 +103,18 @@ BAD: list[Any] = [
     ("root", "", "give text"),
     ("root", "a\nb", "control characters"),
     ("money_unit", "a\nb", "control characters"),
+    ("alert_at", 0.8, "give shares of the limit"),
+    ("alert_at", (0.8, 0), "give shares of the limit"),
+    ("alert_at", (True,), "give shares of the limit"),
+    ("alert_at", (10.1,), "up to 1000%"),
+    ("alert_at", "default", "give shares such as"),
+    ("alert_at", [one / 20 for one in range(1, 12)], "at most 10"),
+    ("on_alert", "notify", "module:name"),
+    ("on_alert", 7, "module:name"),
+    ("on_alert", _notify, "a coroutine function"),
+    ("on_alert", _Notifier(), "a coroutine function"),
+    ("alert_seconds", 0, "above 0"),
+    ("alert_quarantine", -1, "above 0"),
     ("drift_ceilings", 1.5, "no mapping of stages"),
     ("drift_ceilings", {"draft": 0}, "a number above 0"),
     ("drift_ceilings", {"draft": True}, "a number above 0"),
@@ -97,6 +145,12 @@ BAD: list[Any] = [
     ("batch_size", "many", "an integer"),
     ("batch_size", 10_001, "at most 10000"),
     ("max_deliveries", -3, "an integer"),
+    ("metrics_port", 65_536, "at most 65535, or 0 for none"),
+    ("metrics_port", -1, "an integer"),
+    ("metrics_port", False, "an integer"),
+    ("metrics_labels", 0, "above 0"),
+    ("metrics_labels", 10_001, "at most 10000"),
+    ("metrics_host", "", "text"),
     ("brokers", "amqp://eu//", "no mapping"),
     ("brokers", {"": "amqp://eu//"}, "the name ''"),
     ("brokers", {"e u": "amqp://eu//"}, "the name 'e u'"),
@@ -111,6 +165,10 @@ def test_a_value_that_cannot_work_is_named(name: str, value: Any, said: str) -> 
         read(**{"database_url": URL, name: value})
     assert str(caught.value).startswith(f"budget_{name}")
     assert said in str(caught.value)
+
+
+def test_a_port_may_be_none() -> None:
+    assert read(database_url=URL, metrics_port=0).metrics_port == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch_size", 20.0), ("lease_seconds", 90)])

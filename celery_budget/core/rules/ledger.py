@@ -1,0 +1,201 @@
+"""Rules of the ledger's database and of relays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from celery_budget.core.checkup import Facts
+from celery_budget.core.rules.rule import (
+    RELAY_SECONDS,
+    Seen,
+    named,
+    of_postgresql,
+    of_sqlite,
+    of_store,
+    of_tables,
+    off,
+    rule,
+)
+
+__all__: list[str] = []
+
+#: What has been due for so long is not about to be published.
+OVERDUE_SECONDS = 60.0
+OLDEST_SERVER = 140_000
+#: What a full disk is near to.
+LITTLE_BYTES = 100 * 1024 * 1024
+NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "fuse.sshfs", "ceph", "glusterfs")
+
+
+@rule(
+    "ledger",
+    "error",
+    "the ledger answers",
+    "nothing is admitted, claimed or settled while the ledger cannot be reached",
+    "start the database, or correct budget_database_url",
+)
+def _ledger(facts: Facts) -> list[Seen]:
+    return [facts.store.error] if facts.store.error else []
+
+
+@rule(
+    "migrations",
+    "error",
+    "the ledger's tables are of this release",
+    "a process of this release does not start on tables of another one",
+    "run 'celery -A PROJ budget init'",
+)
+@of_store
+def _migrations(facts: Facts) -> list[Seen]:
+    return [facts.store.schema_error] if facts.store.schema_error else []
+
+
+@rule(
+    "read-only",
+    "error",
+    "the ledger can be written",
+    "every admission, claim and settlement writes",
+    "connect to the primary; turn default_transaction_read_only off for this role; let this user "
+    "write the file and its folder; free some disk",
+)
+@of_tables
+def _read_only(facts: Facts) -> list[Seen]:
+    return [facts.store.write_error] if facts.store.write_error else []
+
+
+@rule(
+    "disk",
+    "warning",
+    "there is room for the ledger",
+    "nothing is admitted once the disk is full",
+    "free some disk, or move the file",
+)
+@of_sqlite
+def _disk(facts: Facts) -> list[Seen]:
+    free = facts.store.free_bytes
+    if free is None or free >= LITTLE_BYTES:
+        return []
+    return [f"{free // (1024 * 1024):,} MiB are free where the ledger is"]
+
+
+@rule(
+    "sqlite-network",
+    "error",
+    "SQLite's file is on a local disk",
+    "locks of SQLite do not hold on network file systems: two may write at once",
+    "put the file on a local disk, or the ledger into PostgreSQL",
+)
+@of_sqlite
+def _network(facts: Facts) -> list[Seen]:
+    kind = facts.store.file_system
+    return [f"the ledger's file is on {kind}"] if kind in NETWORK else []
+
+
+@rule(
+    "sqlite-hosts",
+    "error",
+    "SQLite is used by one host",
+    "each host has a file of its own by that name, and so a budget of its own",
+    "put the ledger into PostgreSQL: budget_database_url = 'postgresql+psycopg://...'",
+)
+@of_sqlite
+def _hosts(facts: Facts) -> list[Seen]:
+    relays = {relay.host for relay in facts.store.relays}
+    workers = {worker.host for worker in facts.workers or () if worker.host}
+    others = (relays | workers) - {facts.host}
+    return [f"the ledger is in SQLite, and used on {named(others)} as well"] if others else []
+
+
+@rule(
+    "durability",
+    "error",
+    "what the ledger commits is on disk",
+    "a server that crashes forgets what was committed: a message that was published, or budget "
+    "that was spent",
+    "set synchronous_commit, fsync and full_page_writes to on",
+)
+@of_postgresql
+def _durability(facts: Facts) -> Iterator[Seen]:
+    for name in ("synchronous_commit", "fsync", "full_page_writes"):
+        if facts.store.settings.get(name) == "off":
+            yield f"{name} is off"
+
+
+@rule(
+    "server-version",
+    "error",
+    "the server is of a version that is supported",
+    "the ledger's functions are tested from PostgreSQL 14 on",
+    "upgrade the server to PostgreSQL 14 or later",
+)
+@of_postgresql
+def _version(facts: Facts) -> list[Seen]:
+    version = facts.store.version
+    if version is None or version >= OLDEST_SERVER:
+        return []
+    return [f"the server is PostgreSQL {version // 10_000}"]
+
+
+@rule(
+    "statement-timeout",
+    "warning",
+    "the server lets statements wait as long as budget_lock_seconds",
+    "a statement that waits for a lock is broken off before that, and fails as if the server did",
+    "set statement_timeout (transaction_timeout) for this role above budget_lock_seconds, or to 0",
+)
+@of_postgresql
+def _timeouts(facts: Facts) -> Iterator[Seen]:
+    for name in ("statement_timeout", "transaction_timeout"):
+        milliseconds = int(facts.store.settings.get(name) or 0)
+        if 0 < milliseconds <= facts.lock_seconds * 1000:
+            yield (
+                f"{name} is {milliseconds} ms, and budget_lock_seconds is {facts.lock_seconds:g}"
+            )
+
+
+@rule(
+    "clock",
+    "warning",
+    "this host's clock is the database's",
+    "countdowns, expiry and deadlines are worked out by the clocks of callers and workers; leases "
+    "and windows by that of the database",
+    "keep the clocks of all hosts in step by NTP",
+)
+@of_store
+def _clock(facts: Facts) -> Iterator[Seen]:
+    store = facts.store
+    if store.clock_seconds is not None:
+        yield from off("the database's clock", store.clock_seconds, store.round_trip_seconds)
+
+
+@rule(
+    "time-zones",
+    "error",
+    "this host knows the time zones of all budgets",
+    "no window can be made for such a budget by this host, and nothing be admitted to it",
+    "install the system's time zones, or the package tzdata",
+)
+@of_tables
+def _zones(facts: Facts) -> list[Seen]:
+    missing = facts.store.zones_missing
+    return [f"time zones that this host does not know: {named(missing)}"] if missing else []
+
+
+@rule(
+    "relay",
+    "warning",
+    "a relay runs",
+    "nothing that is admitted is published without a relay",
+    "start one: 'celery -A PROJ budget relay', 'celery -A PROJ beat -S budget' or 'celery -A PROJ "
+    "worker --budget-relay'",
+)
+@of_tables
+def _relay(facts: Facts) -> Iterator[Seen]:
+    overdue = facts.store.overdue_seconds
+    if not any(relay.seconds <= RELAY_SECONDS for relay in facts.store.relays):
+        if overdue > RELAY_SECONDS:
+            yield "error", f"no relay was seen, and a message has been due for {overdue:,.0f} s"
+        else:
+            yield f"no relay was seen in the last {RELAY_SECONDS:g} s"
+    elif overdue > OVERDUE_SECONDS:
+        yield f"a relay runs, and a message has been due for {overdue:,.0f} s"
