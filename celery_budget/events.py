@@ -29,6 +29,7 @@ PREFIX = "budget_"
 #: What the fields mean, with their units. Text unless something else is said.
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
+        "address": "where something is served, as a URL",
         "alert_id": "the id of an alert, the same each time it is told",
         "amount": "an amount, in the smallest part of the budget's unit (integer)",
         "attempt": "which run of its request, from 1 (integer)",
@@ -53,7 +54,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "name": "a budget's name",
         "outcome": "returned, raised, retried, replaced, ignored or rejected",
         "parked_id": "the id of what is parked",
-        "path": "a file or folder",
+        "path": "a file or folder, or a page of the dashboard",
         "piece": "what kind of work is recovered",
         "queue": "a queue's name",
         "reason": "why, in a word, or a few",
@@ -254,6 +255,13 @@ EVENTS = _events(
         "shadow estimator %(shadow)s took more than %(seconds)g s %(count)d times in a row; this "
         "process does not ask it any more",
     ),
+    # What is looked at
+    Event("metrics.served", _I, "metrics are served on %(address)s"),
+    Event(
+        "metrics.unserved", _W, "metrics cannot be served on %(address)s: %(error)s; tried again"
+    ),
+    Event("metrics.unanswered", _D, "a scrape was not answered"),
+    Event("page.failed", _E, "%(path)s could not be shown"),
     # Results
     Event(
         "outcome.oversize",

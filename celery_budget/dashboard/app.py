@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Collection, Hashable
 from typing import Any
 
@@ -26,12 +25,13 @@ from celery_budget.errors import (
     UnknownBudget,
     UnknownRequest,
 )
+from celery_budget.events import Logger
 from celery_budget.integration.views import Views
 from celery_budget.metrics import exposition
 
 __all__ = ["build"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 API = "/api/"
 #: When to ask again while the ledger does not answer, in seconds.
@@ -157,7 +157,7 @@ class _Routes:
         if isinstance(error, SchemaError):
             answer = self.turned_away(request, 503, str(error))
         elif isinstance(error, StoreError):
-            logger.warning("the ledger could not be read: %s", error)
+            logger.event("store.unreachable", error=error, consequence="the page says so")
             answer = self.turned_away(request, 503, "the ledger's database does not answer")
         else:
             return await self.fault(request, error)
@@ -167,7 +167,7 @@ class _Routes:
     async def fault(self, request: Request, error: Exception) -> Response:
         """Answer to a fault of ours; its traceback is in the log of who serves it."""
         if isinstance(error, BudgetError):
-            logger.error("%s could not be shown", path_of(request.scope), exc_info=error)
+            logger.event("page.failed", path=path_of(request.scope), exc_info=error)
         told = "something went wrong here; the log of the dashboard says what"
         return self.turned_away(request, 500, told)
 

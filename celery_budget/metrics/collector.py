@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 from celery_budget.errors import MissingExtra
+from celery_budget.events import Logger
 from celery_budget.metrics.catalogue import CATALOGUE
 from celery_budget.metrics.families import Families, Highest, empty
 from celery_budget.metrics.passes import Passes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BudgetCollector", "exposition"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 #: How long a scrape waits for a reading: less than Prometheus waits for a scrape.
 WAIT_SECONDS = 8.0
@@ -132,7 +132,7 @@ class BudgetCollector:
         except Exception as error:  # noqa: BLE001 - whatever it is, the scrape is answered
             with self._lock:
                 self._errors[type(error).__name__] += 1
-            logger.warning("the ledger could not be read for metrics: %s", error)
+            logger.event("store.unreachable", error=error, consequence="metrics do without it")
         ended = time.monotonic()
         with self._lock:
             self._reading = reading
