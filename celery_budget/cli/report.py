@@ -89,14 +89,16 @@ def report(
             "a page of HTML is for a browser; add '--output report.html', or pipe it on"
         )
     installed = installed_of(ctx)
+    plain = chosen == "table" and target is None
     with Waiting("gathering the report"):
         found = installed.report(since, until, name, stage, by)
-    if target is not None:
-        write_file(target, _written(ctx, found, chosen))
-    elif chosen == "table":
+        written = b"" if plain else _written(ctx, found, chosen)
+    if plain:
         print_out(ctx, report_view(found))
+    elif target is None:
+        click.echo(written, nl=False)
     else:
-        click.echo(_written(ctx, found, chosen), nl=False)
+        write_file(target, written)
 
 
 def _format(form: str | None, target: str | None, as_json: bool) -> str:

@@ -29,12 +29,16 @@ __all__ = [
     "quarantine_grid",
     "refusals_grid",
     "relays_grid",
+    "some_of",
     "times_grid",
     "windows_grid",
 ]
 
 #: Actual over estimated: an estimator is marked below this, and above the ceiling of its stage.
 DRIFT_LOW = 0.5
+
+#: So many names stand in one line.
+MOST_NAMED = 12
 
 #: What the counts of a report count, and what the flags of a request mean.
 MEANING = {
@@ -169,10 +173,17 @@ def windows_grid(balances: Iterable[Balance]) -> Grid:
             window = balance.period, balance.start_us, balance.end_us
             names.setdefault(window, []).append(balance.budget)
     rows = [
-        (period, instant(start), instant(end), ", ".join(sorted(names[period, start, end])))
+        (period, instant(start), instant(end), some_of(sorted(names[period, start, end])))
         for period, start, end in sorted(names, key=lambda one: (one[1], one[2]), reverse=True)
     ]
     return Grid.of("Windows", ["window", "from (UTC)", "to (UTC)", "budgets"], rows, [])
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return names in one line: all of them, or the first ones and how many more there are."""
+    more = len(names) - MOST_NAMED
+    rest = f" and {number(more)} more" if more > 0 else ""
+    return ", ".join(names[:MOST_NAMED]) + rest
 
 
 def refusals_grid(refusals: Sequence[Refusals]) -> Grid:

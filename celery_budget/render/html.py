@@ -25,6 +25,7 @@ from celery_budget.render.grids import (
     quarantine_grid,
     refusals_grid,
     relays_grid,
+    some_of,
     times_grid,
     windows_grid,
 )
@@ -86,7 +87,7 @@ def report_html(report: Report, made: datetime | None = None) -> str:
         "balances": [(one, depth, balance_bar(one)) for one, depth in tree(report.balances)],
         "windows": windows_grid(report.balances),
         "spend": [spend_plot(report.days, one, running=running) for one in plotted],
-        "not_plotted": [one.budget for one in report.balances if one.budget not in names],
+        "not_plotted": some_of([one.budget for one in report.balances if one.budget not in names]),
         "requests": [
             counts_grid(report.counts),
             refusals_grid(report.refusals),

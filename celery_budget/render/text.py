@@ -54,8 +54,9 @@ def moment(microseconds: int) -> str:
 
 
 def instant(microseconds: int) -> str:
-    """Return :func:`moment` without a fraction where that is none, for people."""
-    return moment(microseconds).replace(".000000Z", "Z").replace("T00:00:00Z", "")
+    """Return :func:`moment` for people: to the second, as a day where that is midnight (UTC)."""
+    written = moment(microseconds)
+    return written[:19].replace("T", " ").removesuffix(" 00:00:00") if "T" in written else written
 
 
 def duration(seconds: float) -> str:

@@ -242,7 +242,10 @@ def test_a_file_is_replaced_whole_and_keeps_its_mode_and_its_link(
     real.write_text("old" * 100_000)
     real.chmod(0o640)
     link.symlink_to(real)
-    assert run(used.app, "report", "--output", str(link)).code == 0
+    with real.open() as reader:
+        assert run(used.app, "report", "--output", str(link)).code == 0
+        # Who has begun to read the old one gets all of it.
+        assert reader.read() == "old" * 100_000
     assert link.is_symlink()
     assert real.read_bytes().startswith(b"by,group,")
     assert b"old" not in real.read_bytes()

@@ -124,7 +124,12 @@ def test_budgets_without_a_plot_are_named() -> None:
     found = page()
     plotted = [one for one in found.all("id") if re.fullmatch(r"cb-spend-\w+", one)]
     assert len(plotted) == 4
-    assert found.texts[found.texts.index("Without a plot:") + 1] == "tenant:initech"
+    assert f"Without a plot: tenant:initech, tenant:umbrella, {FORMULA}." in found.texts
+    many = tuple(replace(BALANCES[2], budget=f"b{at:02}") for at in range(40))
+    texts = page(replace(REPORT, balances=(*BALANCES, *many))).texts
+    [told] = [one for one in texts if one.startswith("Without a plot")]
+    assert told.endswith(", b08 and 31 more.")
+    assert sum(one.endswith("b10, b11 and 31 more") for one in texts) == 1
 
 
 def test_days_of_one_stage_are_not_taken_for_all_that_was_spent() -> None:

@@ -42,7 +42,7 @@ from celery_budget.render.tables import (
     suggestions_table,
     verdict,
 )
-from celery_budget.render.text import as_text, literal, moment, number
+from celery_budget.render.text import as_text, instant, literal, moment, number
 from tests.unit import sample
 
 BIG = 2**63 - 1
@@ -72,6 +72,12 @@ def test_numbers_have_separators_and_none_is_unlimited() -> None:
 )
 def test_times_are_utc_to_the_microsecond(microseconds: int, written: str) -> None:
     assert moment(microseconds) == written
+
+
+def test_times_for_people_are_days_and_seconds() -> None:
+    assert instant(1_700_000_000_123_457) == "2023-11-14 22:13:20"
+    assert instant(86_400_000_000) == "1970-01-02"
+    assert instant(BIG) == str(BIG)
 
 
 def test_a_balance_is_one_row_of_right_aligned_numbers() -> None:
