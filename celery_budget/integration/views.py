@@ -221,9 +221,10 @@ class Views:
         :param page: only this page of the budgets, from 1 on, of ``size`` each; the last one where
             there are fewer.
         """
-        for what, number in (("budgets", limit), ("budgets of a page", size), ("page", page or 1)):
-            if type(number) is not int or number < 1:
-                raise InvalidAmount(f"a number of {what} is an integer from 1 on, not {number!r}")
+        counted = {"the limit": limit, "the size of a page": size, "a page": page}
+        for what, number in counted.items():
+            if number is not None and (type(number) is not int or number < 1):
+                raise InvalidAmount(f"{what} is an integer from 1 on, not {number!r}")
         return shown.overview(self.store, self.settings, containing, state, limit, page, size)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
