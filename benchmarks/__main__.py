@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, relaying, starting, working
+from benchmarks import caller, relaying, reporting, starting, working
 from benchmarks.measure import Comparison, Effort
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
@@ -21,6 +21,7 @@ BENCHMARKS = {
     "caller": caller.run,
     "latency": starting.run,
     "relay": relaying.run,
+    "report": reporting.run,
     "worker": working.run,
 }
 PACKAGES = ("celery-budget", "celery", "kombu", "SQLAlchemy", "psycopg", "redis")

@@ -179,7 +179,7 @@ def _recover_running(
     took all its deliveries.
     """
     ready = results.ready(seen.task_id)
-    again = lapses.runs_again(seen, settings.max_deliveries)
+    again = lapses.runs_again(seen.rerun, seen.deliveries, settings.max_deliveries)
     state = store.run(
         lapses.abandon,
         settings.root,
@@ -206,7 +206,7 @@ def _recover_unclosed(
     calls errbacks. Closed is one that was replayed too often, that leaves nothing to replay, or
     whose stored result would count twice.
     """
-    replay = lapses.is_replayed(seen, settings.max_deliveries)
+    replay = lapses.is_replayed(seen.replayable, seen.replays, settings.max_deliveries)
     if replay and results.counts_chord_members:
         replay = results.ready(seen.task_id) is None
     if not replay:

@@ -10,6 +10,7 @@ import click
 from celery.bin.base import CeleryCommand, CeleryOption
 
 from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.progress import Progress
 from celery_budget.cli.values import DURATION
 from celery_budget.render.invoices import comparison_view
 from celery_budget.render.reconcile import reconciliation_view
@@ -134,7 +135,10 @@ def reconcile(
         names = ", ".join("--model" if name == "models" else f"--{name}" for name in given)
         raise click.UsageError(f"{names} is for --invoice")
     repaired = installed.repair() if repair else ()
-    found = installed.reconcile(limit=limit, broker=not no_broker, results=results or 0)
+    with Progress("proving", "parts") as progress:
+        found = installed.reconcile(
+            limit=limit, broker=not no_broker, results=results or 0, told=progress.told
+        )
     late = () if stuck is None else found.stuck(stuck.total_seconds())
     if as_json:
         show(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -232,7 +232,12 @@ class Views:
         return shown.relays(self.store, self.settings)
 
     def reconcile(
-        self, *, limit: int = 20, broker: bool = False, results: int = 0
+        self,
+        *,
+        limit: int = 20,
+        broker: bool = False,
+        results: int = 0,
+        told: Callable[[int, int], None] | None = None,
     ) -> shown.Reconciliation:
         """Return whether the ledger adds up, what does not, and what of it is open.
 
@@ -241,6 +246,8 @@ class Views:
             answer within seconds is told as such.
         :param results: look up in the result backend the results of so many requests that have
             ended, those admitted last.
+        :param told: called after each part of the proof with how many are done, and how many there
+            are.
         """
         if type(limit) is not int or limit < 0:
             raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}")
@@ -255,6 +262,7 @@ class Views:
                 queues=queues,
                 stored=BackendResults(self.app),
                 results=results,
+                told=told,
             )
         finally:
             if queues is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from celery_budget.core.dispatch import short_of
 from celery_budget.reconcile.lanes import why_held
 from celery_budget.settings import Settings
+from celery_budget.store import lapses, silent
 from celery_budget.store.lanes import LaneStanding
 
 __all__ = ["Next", "next_steps"]
@@ -94,10 +95,14 @@ def _of_attempt(attempt: Row, request: Row | None, most: int) -> Next:
     """
     name, until_us = f"attempt {attempt['attempt']}", attempt["lease_until_us"]
     if attempt["ended_us"] is None:
-        again = attempt["rerun"] and request is not None and request["cancelled_us"] is None
+        again = (
+            request is not None
+            and request["cancelled_us"] is None
+            and lapses.runs_again(attempt["rerun"], request["deliveries"], most)
+        )
         if attempt["inquires"]:
             then = "its task is asked what became of it"
-        elif again and request is not None and request["deliveries"] < most:
+        elif again:
             then = "another attempt follows"
         else:
             then = "it is lost, and charged"
@@ -105,7 +110,7 @@ def _of_attempt(attempt: Row, request: Row | None, most: int) -> Next:
     if attempt["outcome"] == "uncertain":
         return Next(f"the task is asked what became of {name}", until_us)
     last = "its outcome is given again"
-    if not attempt["replayable"] or attempt["replays"] >= most:
+    if not lapses.is_replayed(attempt["replayable"], attempt["replays"], most):
         last = "it is closed as it is"
     return Next(f"the worker of {name} closes it; where it has not by then, {last}", until_us)
 
@@ -170,7 +175,7 @@ def _held(message: Row, lane: LaneStanding | None) -> str:
 
 
 def _of_published(message: Row, most: int) -> Next:
-    if message["publishes"] >= most:
+    if silent.is_given_up(message["publishes"], most):
         then = "given up as undelivered"
     else:
         then = "published again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -125,9 +126,9 @@ def commands(row: Any, known: Known) -> tuple[str, ...]:
     """Return what can be run to act on it."""
     called = "celery -A PROJ budget"
     if row.kind == "parked":
-        return (f"{called} show {row.budget}",)
+        return (f"{called} show {shlex.quote(row.budget)}",)
     if row.kind == "held" and _why(row, known) == "paused":
-        return (f"{called} lane resume {row.lane}",)
+        return (f"{called} lane resume {shlex.quote(row.lane)}",)
     if row.kind == "quarantined":
         return tuple(f"{called} quarantine {verb} {row.id}" for verb in ("requeue", "discard"))
     return ()
@@ -236,9 +237,10 @@ def _follows(row: Any, known: Known) -> str:
     """What becomes of an attempt whose worker is gone."""
     if row.inquires:
         return "its task is asked what became of it"
-    if row.cancelled_us is not None or not lapses.runs_again(row, known.settings.max_deliveries):
-        return "it ends as lost"
-    return "it runs again"
+    most = known.settings.max_deliveries
+    if row.cancelled_us is None and lapses.runs_again(row.rerun, row.deliveries, most):
+        return "it runs again"
+    return "it ends as lost"
 
 
 def _running(row: Any, known: Known) -> str:
@@ -271,7 +273,7 @@ def _retry(row: Any, known: Known) -> str:
 
 def _unclosed(row: Any, known: Known) -> str:
     follows = "its outcome is given again"
-    if not lapses.is_replayed(row, known.settings.max_deliveries):
+    if not lapses.is_replayed(row.replayable, row.replays, known.settings.max_deliveries):
         follows = "it is closed as it is"
     when = f"when its lease is over, at {at(row.next_us)}"
     ended = f"attempt {row.attempt} has {row.outcome} at {row.worker} and is not closed"

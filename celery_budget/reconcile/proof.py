@@ -32,8 +32,12 @@ __all__ = [
 PAGE = 1000
 #: Of how many queues the brokers are asked.
 MOST_QUEUES = 100
-#: How many messages are told that are passed by for good.
-MOST_STUCK = 1000
+#: How many mismatches of one kind are told one by one.
+MOST_TOLD = 1000
+
+
+#: Called with how many parts are done, and how many there are.
+Told = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def reconcile(
     queues: Queues | None = None,
     stored: Stored | None = None,
     results: int = 0,
+    told: Told | None = None,
 ) -> Reconciliation:
     """Check the ledger against itself, all of it at one moment; then brokers and results.
 
@@ -112,8 +117,9 @@ def reconcile(
     :param queues: asks brokers; none where they are not to be asked.
     :param stored: tells whether a result is stored.
     :param results: of how many ended requests that is looked up, those admitted last.
+    :param told: called after each part of the proof with how many are done, and how many there are.
     """
-    proved, seen, published = store.read(_read, settings.root, limit)
+    proved, seen, published = store.read(_read, settings.root, limit, told)
     standings = ask(published, queues)
     looked_up: int | None = None
     missing: tuple[str, ...] = ()
@@ -130,12 +136,12 @@ def reconcile(
 
 
 def _read(
-    connection: Connection, root: str, limit: int
+    connection: Connection, root: str, limit: int, told: Told | None
 ) -> tuple[Reconciliation, Seen, list[pending.Published]]:
     relays = sum(not relay.gone for relay in relays_in(connection, root))
     lanes = {one.lane.name: one for one in lane_standings_in(connection, root)}
     proved = replace(
-        prove(connection, root),
+        prove(connection, root, told),
         requests=pending.admitted(connection, root),
         relays=relays,
         notes=tuple(map(_told_misdated, derived.misdated(connection, root))),
@@ -144,20 +150,26 @@ def _read(
     return proved, seen, pending.published(connection, root, MOST_QUEUES)
 
 
-def prove(connection: Connection, root: str) -> Reconciliation:
+def prove(connection: Connection, root: str, told: Told | None = None) -> Reconciliation:
     """Compare balances with lines and journal, lines with requests and usage; locks nothing.
 
-    And messages with those that come before them, and tallies with requests.
+    And messages with those that come before them, and tallies with requests. However much is
+    wrong, of what may be many a thousand are told, and how many more there are.
     """
-    found = {
-        kind: [told(row) for row in rows(connection, root)]
-        for kind, (rows, told) in _PROOFS.items()
-    }
+    found: dict[str, list[str]] = {}
+    for done, (kind, (look_for, tell)) in enumerate(_PROOFS.items(), 1):
+        rows = list(look_for(connection, root))
+        found[kind] = [tell(row) for row in rows]
+        left = rows[-1].of - len(rows) if rows and hasattr(rows[-1], "of") else 0
+        if left:
+            found[kind].append(f"and {left} more of the kind of the one before")
+        if told is not None:
+            told(done, len(_PROOFS))
     return Reconciliation(
-        tuple(one for told in found.values() for one in told),
+        tuple(sentence for sentences in found.values() for sentence in sentences),
         reports.open_work(connection, root),
         reports.overdue_us(connection, root) // 1_000_000,
-        remedies=tuple(_REMEDIES[kind] for kind, told in found.items() if told),
+        remedies=tuple(_REMEDIES[kind] for kind, sentences in found.items() if sentences),
     )
 
 
@@ -232,20 +244,23 @@ def _told_misdated(row: derived.Misdated) -> str:
     )
 
 
+def _few(
+    find: Callable[[Connection, str, int], Any],
+) -> Callable[[Connection, str], Any]:
+    return lambda connection, root: find(connection, root, MOST_TOLD)
+
+
 #: By kind of mismatch: what finds them, and what tells one.
 _PROOFS: dict[str, tuple[Callable[[Connection, str], Any], Callable[[Any], str]]] = {
     "balances": (
         lambda connection, root: wrong_balances(connection, root).items(),
         _told_balance,
     ),
-    "lines": (reports.mismatched_lines, _told_line),
-    "orphans": (reports.orphaned_lines, _told_orphan),
-    "usage": (reports.mismatched_usage, _told_usage),
-    "unreachable": (reports.unreachable, _told_unreachable),
-    "behind": (
-        lambda connection, root: derived.stuck_behind(connection, root, MOST_STUCK),
-        _told_stuck,
-    ),
+    "lines": (_few(reports.mismatched_lines), _told_line),
+    "orphans": (_few(reports.orphaned_lines), _told_orphan),
+    "usage": (_few(reports.mismatched_usage), _told_usage),
+    "unreachable": (_few(reports.unreachable), _told_unreachable),
+    "behind": (_few(derived.stuck_behind), _told_stuck),
     "tallies": (wrong_tallies, _told_tallies),
 }
 

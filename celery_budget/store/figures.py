@@ -160,13 +160,13 @@ def _which(root: str, asked: Asked) -> list[sa.ColumnElement[bool]]:
     if asked.stage is not None:
         which.append(reservations.c.stage == asked.stage)
     if asked.budget is not None:
-        which.append(
-            sa.exists().where(
-                lines.c.root == root,
-                lines.c.reservation_id == reservations.c.reservation_id,
-                lines.c.budget == asked.budget,
-            )
+        # Of the request's own lines and no EXISTS, for which PostgreSQL may read every line that
+        # the budget ever had.
+        drawn = sa.func.max(sa.case((lines.c.budget == asked.budget, 1), else_=0))
+        of_request = sa.select(drawn).where(
+            lines.c.root == root, lines.c.reservation_id == reservations.c.reservation_id
         )
+        which.append(of_request.scalar_subquery() == 1)
     return which
 
 

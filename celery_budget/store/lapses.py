@@ -86,20 +86,20 @@ class OpenAttempt:
     deliveries: int
 
 
-def runs_again(seen: Any, max_deliveries: int) -> bool:
+def runs_again(rerun: bool, deliveries: int, max_deliveries: int) -> bool:
     """Tell whether another attempt follows one whose worker is gone, and not its request's end.
 
-    :param seen: an :class:`OpenAttempt`, or a row that has what it has.
+    :param rerun: as its row has it, and so on.
     """
-    return bool(seen.rerun) and seen.deliveries < max_deliveries
+    return rerun and deliveries < max_deliveries
 
 
-def is_replayed(seen: Any, max_deliveries: int) -> bool:
+def is_replayed(replayable: bool, replays: int, max_deliveries: int) -> bool:
     """Tell whether an attempt that has ended, and was not closed, is given again, not just closed.
 
-    :param seen: as for :func:`runs_again`.
+    :param replayable: whether its outcome was kept.
     """
-    return bool(seen.replayable) and seen.replays < max_deliveries
+    return replayable and replays < max_deliveries
 
 
 def open_of(

@@ -54,6 +54,21 @@ def same_reservation(table: sa.Table) -> sa.ColumnElement[bool]:
     )
 
 
+def _some(connection: Connection, wrong: sa.Select[Any], limit: int) -> Rows:
+    """Return the first of what is wrong, by reservation; each with how many there are: ``of``.
+
+    PostgreSQL plans it as if all were wanted: for a few it may look one by one through a table.
+    """
+    found = wrong.cte("wrong").prefix_with("MATERIALIZED", dialect="postgresql")
+    return list(
+        connection.execute(
+            sa.select(found, sa.func.count().over().label("of"))
+            .order_by(found.c.reservation_id)
+            .limit(limit)
+        )
+    )
+
+
 def mismatched_balances(connection: Connection, root: str) -> Rows:
     """Return balances that are not the sum of their lines and adjustments, in one snapshot.
 
@@ -164,7 +179,7 @@ def mismatched_journals(connection: Connection, root: str) -> Rows:
     )
 
 
-def mismatched_lines(connection: Connection, root: str) -> Rows:
+def mismatched_lines(connection: Connection, root: str, limit: int) -> Rows:
     """Return lines that do not agree with the state of their reservation.
 
     An ended one holds nothing and has charged at least what was used; an open one has charged
@@ -177,38 +192,36 @@ def mismatched_lines(connection: Connection, root: str) -> Rows:
         sa.and_(~ended, by_use, sa.or_(lines.c.settled != 0, lines.c.reserved < lines.c.used)),
         sa.and_(~by_use, lines.c.settled != lines.c.used),
     )
-    return list(
-        connection.execute(
-            sa.select(
-                reservations.c.task_id,
-                reservations.c.state,
-                lines.c.budget,
-                lines.c.reserved,
-                lines.c.used,
-                lines.c.settled,
-            )
-            .join(lines, same_reservation(lines))
-            .where(reservations.c.root == root, wrong)
-            .order_by(reservations.c.reservation_id)
+    return _some(
+        connection,
+        sa.select(
+            reservations.c.reservation_id,
+            reservations.c.task_id,
+            reservations.c.state,
+            lines.c.budget,
+            lines.c.reserved,
+            lines.c.used,
+            lines.c.settled,
         )
+        .join(lines, same_reservation(lines))
+        .where(reservations.c.root == root, wrong),
+        limit,
     )
 
 
-def orphaned_lines(connection: Connection, root: str) -> Rows:
+def orphaned_lines(connection: Connection, root: str, limit: int) -> Rows:
     """Return lines whose reservation is not there: nothing gives back what they hold."""
-    return list(
-        connection.execute(
-            sa.select(lines.c.reservation_id, lines.c.budget, lines.c.reserved, lines.c.settled)
-            .where(
-                lines.c.root == root,
-                ~sa.exists().where(reservations.c.root == root, same_reservation(lines)),
-            )
-            .order_by(lines.c.reservation_id, lines.c.line)
-        )
+    return _some(
+        connection,
+        sa.select(lines.c.reservation_id, lines.c.budget, lines.c.reserved, lines.c.settled).where(
+            lines.c.root == root,
+            ~sa.exists().where(reservations.c.root == root, same_reservation(lines)),
+        ),
+        limit,
     )
 
 
-def mismatched_usage(connection: Connection, root: str) -> Rows:
+def mismatched_usage(connection: Connection, root: str, limit: int) -> Rows:
     """Return lines whose recorded total is not the sum of the usage records that count there."""
     sums = (
         sa.select(usage.c.reservation_id, usage.c.unit, total(usage.c.amount).label("amount"))
@@ -217,33 +230,33 @@ def mismatched_usage(connection: Connection, root: str) -> Rows:
         .subquery()
     )
     amount = sa.func.coalesce(sums.c.amount, 0)
-    return list(
-        connection.execute(
-            sa.select(
-                reservations.c.task_id,
-                lines.c.budget,
-                lines.c.used,
-                (amount - lines.c.earlier).label("recorded"),
-            )
-            .join(lines, same_reservation(lines))
-            .outerjoin(
-                sums,
-                sa.and_(
-                    sums.c.reservation_id == reservations.c.reservation_id,
-                    sums.c.unit == lines.c.unit,
-                ),
-            )
-            .where(
-                reservations.c.root == root,
-                lines.c.charge == USED,
-                lines.c.used + lines.c.earlier != amount,
-            )
-            .order_by(reservations.c.reservation_id)
+    return _some(
+        connection,
+        sa.select(
+            reservations.c.reservation_id,
+            reservations.c.task_id,
+            lines.c.budget,
+            lines.c.used,
+            (amount - lines.c.earlier).label("recorded"),
         )
+        .join(lines, same_reservation(lines))
+        .outerjoin(
+            sums,
+            sa.and_(
+                sums.c.reservation_id == reservations.c.reservation_id,
+                sums.c.unit == lines.c.unit,
+            ),
+        )
+        .where(
+            reservations.c.root == root,
+            lines.c.charge == USED,
+            lines.c.used + lines.c.earlier != amount,
+        ),
+        limit,
     )
 
 
-def unreachable(connection: Connection, root: str) -> Rows:
+def unreachable(connection: Connection, root: str, limit: int) -> Rows:
     """Return open requests that nothing would ever bring to an end.
 
     One that runs has an open attempt; a planned step has one before it that has not come to its
@@ -268,20 +281,23 @@ def unreachable(connection: Connection, root: str) -> Rows:
         before.c.step < reservations.c.step,
         sa.or_(before.c.ended_us.is_(None), open_attempt),
     )
-    return list(
-        connection.execute(
-            sa.select(reservations.c.task_id, reservations.c.state, reservations.c.owner)
-            .where(
-                reservations.c.root == root,
-                reservations.c.ended_us.is_(None),
-                sa.or_(
-                    sa.and_(running, ~is_attempted),
-                    sa.and_(~running, ~planned, ~has_message, ~is_parked),
-                    sa.and_(planned, ~follows),
-                ),
-            )
-            .order_by(reservations.c.reservation_id)
-        )
+    return _some(
+        connection,
+        sa.select(
+            reservations.c.reservation_id,
+            reservations.c.task_id,
+            reservations.c.state,
+            reservations.c.owner,
+        ).where(
+            reservations.c.root == root,
+            reservations.c.ended_us.is_(None),
+            sa.or_(
+                sa.and_(running, ~is_attempted),
+                sa.and_(~running, ~planned, ~has_message, ~is_parked),
+                sa.and_(planned, ~follows),
+            ),
+        ),
+        limit,
     )
 
 

@@ -42,7 +42,7 @@ def recorded_between(
     However many there are, a page of them is in memory. To be used up in the transaction it was
     called in.
     """
-    rows = connection.execution_options(yield_per=PAGE).execute(
+    rows = connection.execute(
         sa.select(
             usage.c.reservation_id,
             usage.c.key,
@@ -57,7 +57,8 @@ def recorded_between(
             usage.c.recorded_us >= since_us - EDGE_US,
             usage.c.recorded_us < until_us + EDGE_US,
         )
-        .order_by(usage.c.reservation_id, usage.c.key, usage.c.unit)
+        .order_by(usage.c.reservation_id, usage.c.key, usage.c.unit),
+        execution_options={"yield_per": PAGE},
     )
     for _, units in groupby(rows, key=lambda row: (row.reservation_id, row.key)):
         found = _record(list(units), money_unit)

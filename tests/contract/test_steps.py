@@ -496,6 +496,30 @@ def test_a_request_whose_only_message_waits_for_an_attempt_that_has_ended_is_tol
     )
 
 
+def test_of_many_mismatches_some_are_told_and_how_many_more_there_are(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_budget.reconcile.proof.MOST_TOLD", 2)
+    for _ in range(5):
+        funded.reserve(1)
+    funded.put("lines", {"used": 2})
+    funded.conserved = False
+    found = look(funded)
+    for part, said in enumerate(("holds 1, used 2 and charged 0", "2 of 'b' by its line and 0")):
+        told = found.mismatches[3 * part : 3 * part + 3]
+        assert said in told[0]
+        assert said in told[1]
+        assert told[2] == "and 3 more of the kind of the one before"
+    assert len(found.mismatches) == 6
+
+
+def test_each_part_of_the_proof_is_told(funded: Ledger) -> None:
+    parts: list[tuple[int, int]] = []
+    look(funded, told=lambda done, total: parts.append((done, total)))
+    assert [done for done, _ in parts] == list(range(1, len(parts) + 1))
+    assert {total for _, total in parts} == {len(parts)}
+
+
 # Results.
 
 

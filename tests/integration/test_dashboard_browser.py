@@ -18,9 +18,6 @@ from playwright.sync_api import Browser, Page, expect
 from celery_budget.cli.dashboard import TOKEN as VARIABLE
 from celery_budget.store import schema
 from tests.cluster import ROOT, Cluster
-from tests.conftest import missing
-from tests.services import chromium
-from tests.services.base import ServiceUnavailable
 from tests.services.postgres import PostgresServer
 
 SECRET = "a-long-sesame"
@@ -32,20 +29,6 @@ LONG = "w" * 248
 HOSTILE = "tenant:<img src=x onerror=alert(1)>"
 
 expect.set_options(timeout=WAIT)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """The module's browser. While it runs, no other event loop can in this thread."""
-    try:
-        opened = chromium.browser()
-        found = opened.__enter__()
-    except ServiceUnavailable as error:
-        missing("Chromium", chromium.HOW_TO_GET, error)
-    try:
-        yield found
-    finally:
-        opened.__exit__(None, None, None)
 
 
 def serve(cluster: Cluster, *arguments: str) -> str:

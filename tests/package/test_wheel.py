@@ -23,6 +23,9 @@ PROBE = """
 import json, sys
 from importlib.metadata import entry_points, version
 import celery_budget
+from celery_budget.reconcile import Report
+from celery_budget.render.html import report_html
+assert report_html(Report((), {"admitted": 0})).endswith("</html>\\n"), "no page"
 found = {
     group: [(point.value, callable(point.load())) for point in entry_points(group=group)
             if point.name == "budget"]

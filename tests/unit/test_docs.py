@@ -11,10 +11,12 @@ import pytest
 
 import celery_budget
 from celery_budget import errors
+from celery_budget.core.invoices import SHAPES
 from celery_budget.events import FIELDS
 from celery_budget.integration.context import HEADER
 from celery_budget.integration.fallbacks import LANE
 from celery_budget.integration.info import COMMAND
+from celery_budget.reconcile.kinds import STEPS
 from celery_budget.settings import PREFIX, Settings
 from celery_budget.store.migrate import VERSION_TABLE
 from celery_budget.store.schema import metadata
@@ -104,3 +106,23 @@ def test_errors_named_in_the_readme_exist() -> None:
     assert {"BudgetExceeded", "RequestConflict", "UnknownBudget", "InvalidAmount"} <= named
     known = {*errors.__all__, *celery_budget.__all__}
     assert named - known == set()
+
+
+def test_each_step_that_can_be_lacking_is_in_the_table() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", read("docs/reconcile.md"), re.MULTILINE
+    )
+    assert {kind: tuple(told) for kind, *told in rows} == STEPS
+    assert [kind for kind, *_ in rows] == list(STEPS)
+
+
+def test_each_known_export_is_in_the_table_with_its_columns() -> None:
+    rows = re.findall(
+        r"^\| ([A-Z]\w+ \w+) \| (.+) \| `(\w+)` \|$", read("docs/reconcile.md"), re.MULTILINE
+    )
+    assert [(name, provider) for name, _, provider in rows] == [
+        (shape.name, shape.provider) for shape in SHAPES
+    ]
+    for (_, columns, _), shape in zip(rows, SHAPES, strict=True):
+        wanted = [header for headers in shape.columns.values() for header in headers]
+        assert re.findall(r"`(\w+)`", columns) == wanted
