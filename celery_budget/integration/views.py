@@ -221,9 +221,9 @@ class Views:
         :param page: only this page of the budgets, from 1 on, of ``size`` each; the last one where
             there are fewer.
         """
-        counted = {"the limit": limit, "the size of a page": size, "a page": page}
-        for what, number in counted.items():
-            if number is not None and (type(number) is not int or number < 1):
+        asked = 1 if page is None else page
+        for what, number in (("the limit", limit), ("the size of a page", size), ("a page", asked)):
+            if type(number) is not int or number < 1:
                 raise InvalidAmount(f"{what} is an integer from 1 on, not {number!r}")
         return shown.overview(self.store, self.settings, containing, state, limit, page, size)
 
