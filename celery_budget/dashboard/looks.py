@@ -117,18 +117,21 @@ class OverviewLook:
 
 
 def overview(views: Views, filters: Filters) -> OverviewLook:
-    """Read how everything stands."""
+    """Read how everything stands; of budgets that are in the ledger's own order one page alone."""
     state = filters.state if filters.state in _STORED else None
-    seen = views.overview(filters.containing, state, MOST_BUDGETS)
-    budgets = sorted(filter(_KEPT.get(filters.state, _any), seen.budgets), key=_ORDER[filters.sort])
-    pages = max(1, -(-len(budgets) // PAGE))
+    kept, order = _KEPT.get(filters.state), _ORDER.get(filters.sort)
+    if kept is None and order is None:
+        seen = views.overview(filters.containing, state, MOST_BUDGETS, filters.page, PAGE)
+        budgets, found = list(seen.budgets), seen.found
+    else:
+        seen = views.overview(filters.containing, state, MOST_BUDGETS)
+        budgets = sorted(filter(kept, seen.budgets), key=order or _by_name)
+        found = len(budgets)
+    pages = max(1, -(-found // PAGE))
     page = min(filters.page, pages)
-    shown = tuple(budgets[(page - 1) * PAGE : page * PAGE])
-    return OverviewLook(filters, seen, shown, len(budgets), page, pages)
-
-
-def _any(one: BudgetSeen) -> bool:
-    return True
+    if len(budgets) > PAGE:
+        budgets = budgets[(page - 1) * PAGE : page * PAGE]
+    return OverviewLook(filters, seen, tuple(budgets), found, page, pages)
 
 
 def _full(one: BudgetSeen) -> bool:
@@ -159,7 +162,6 @@ def _by_available(one: BudgetSeen) -> tuple[Any, ...]:
 
 
 _ORDER: dict[str, Callable[[BudgetSeen], tuple[Any, ...]]] = {
-    "name": _by_name,
     "used": _by_use,
     "available": _by_available,
 }

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from celery_budget.core.budgets import MILLION
 from celery_budget.reconcile import BudgetSeen
+from celery_budget.render.budgets import ratio
 from celery_budget.render.text import moment, number, printable
 
 __all__ = ["FILTERS", "Bar", "ago", "bar", "clock", "command", "lasting"]
@@ -50,7 +52,8 @@ def bar(seen: BudgetSeen) -> Bar | None:
         (name, at * WIDTH // whole) for name, at in marks.items() if at is not None and at < limit
     )
     told = [f"{_percent(balance.spent, limit)} spent", f"{_percent(balance.reserved, limit)} held"]
-    told += [f"{name} at {_percent(at or 0, limit)}" for name, at in marks.items() if at != limit]
+    declared = {"soft stop": seen.budget.soft_stop, "hard stop": seen.budget.hard_stop}
+    told += [f"{name} at {ratio(stop)}" for name, stop in declared.items() if stop < MILLION]
     return Bar(
         balance.spent * WIDTH // whole,
         total * WIDTH // whole,

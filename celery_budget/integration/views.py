@@ -204,7 +204,12 @@ class Views:
         return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
 
     def overview(
-        self, containing: str = "", state: str | None = None, limit: int = 1000
+        self,
+        containing: str = "",
+        state: str | None = None,
+        limit: int = 1000,
+        page: int | None = None,
+        size: int = 50,
     ) -> shown.Overview:
         """Return how budgets, lanes, what waits, and relays stand, all of it at one moment.
 
@@ -213,10 +218,14 @@ class Views:
 
         :param containing: only what has this in its name or an id, in whatever case.
         :param state: only budgets that are ``open``, ``draining`` or ``closed``.
+        :param page: only this page of the budgets, from 1 on, of ``size`` each; the last one where
+            there are fewer.
         """
-        if type(limit) is not int or limit < 1:
-            raise InvalidAmount(f"a number of budgets is an integer from 1 on, not {limit!r}")
-        return shown.overview(self.store, self.settings, containing, state, limit)
+        asked = 1 if page is None else page
+        for what, number in (("the limit", limit), ("the size of a page", size), ("a page", asked)):
+            if type(number) is not int or number < 1:
+                raise InvalidAmount(f"{what} is an integer from 1 on, not {number!r}")
+        return shown.overview(self.store, self.settings, containing, state, limit, page, size)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""

@@ -67,7 +67,9 @@ class Overview:
     """A ledger at one look.
 
     :ivar at_us: when that was, in microseconds since the epoch, by the database's clock.
-    :ivar more_budgets: whether there are more budgets than are told here.
+    :ivar budgets: by name; one page of them where that was asked for.
+    :ivar found: how many there are on all pages, up to the limit.
+    :ivar more_budgets: whether there are more than that.
     :ivar parked: the first of what waits for budget; how much there is of it says ``queued``.
     :ivar quarantine: the last of what is in quarantine; ``isolated`` counts all of it by reason.
     :ivar quarantine_bound: how much may be there.
@@ -77,6 +79,7 @@ class Overview:
 
     at_us: int
     budgets: tuple[BudgetSeen, ...]
+    found: int
     more_budgets: bool
     lanes: tuple[LaneStanding, ...]
     parked: tuple[ParkedRequest, ...]
@@ -93,6 +96,7 @@ class Overview:
         several = ("budgets", "lanes", "parked", "queued", "quarantine", "relays")
         return {
             "at_us": self.at_us,
+            "found": self.found,
             "more_budgets": self.more_budgets,
             **{name: [one.as_dict() for one in getattr(self, name)] for name in several},
             "isolated": self.isolated,
@@ -103,10 +107,22 @@ class Overview:
 
 
 def overview(
-    store: Store, settings: Settings, containing: str, state: str | None, limit: int
+    store: Store,
+    settings: Settings,
+    containing: str,
+    state: str | None,
+    limit: int,
+    page: int | None,
+    size: int,
 ) -> Overview:
-    """Return how everything stands, all of it at one moment."""
-    return store.read(_overview, settings.root, settings.max_quarantine, containing, state, limit)
+    """Return how everything stands, all of it at one moment.
+
+    :param limit: so many budgets are told at most, by name, and a tenth of what waits.
+    :param page: tell only this page of them, from 1 on, of ``size`` budgets; the last one where
+        there are fewer.
+    """
+    bound, wanted = settings.max_quarantine, (containing, state, limit, page, size)
+    return store.read(_overview, settings.root, bound, *wanted)
 
 
 def _overview(
@@ -116,14 +132,22 @@ def _overview(
     containing: str,
     state: str | None,
     limit: int,
+    page: int | None,
+    size: int,
 ) -> Overview:
-    seen = budgets.some_of(connection, root, limit + 1, containing, state)
+    names = budgets.names_of(connection, root, limit + 1, containing, state)
+    known = names[:limit]
+    if page is not None:
+        last = max(0, len(known) - 1) // size
+        begin = size * min(page - 1, last)
+        known = known[begin : begin + size]
     lanes = lane_standings_in(connection, root)
     listed = max(1, limit // LISTED)
     return Overview(
         windows.read_now(connection),
-        tuple(BudgetSeen(*one) for one in seen[:limit]),
-        len(seen) > limit,
+        tuple(BudgetSeen(*one) for one in budgets.some_of(connection, root, known)),
+        min(len(names), limit),
+        len(names) > limit,
         tuple(one for one in lanes if containing.casefold() in one.lane.name.casefold()),
         tuple(parked_in(connection, root, listed, containing)),
         queued_in(connection, root),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -41,6 +41,7 @@ __all__ = [
     "lock_budgets",
     "lock_root",
     "made_from",
+    "names_of",
     "open_budgets",
     "reopen",
     "rows_of",
@@ -254,12 +255,10 @@ def balances_of(connection: Connection, root: str) -> list[Balance]:
     ]
 
 
-def some_of(
+def names_of(
     connection: Connection, root: str, limit: int, containing: str = "", state: str | None = None
-) -> list[tuple[Budget, Balance]]:
-    """Return budgets as they are declared with their balances, by name, at most ``limit``.
-
-    What is read grows with that, not with how many there are. Locks nothing.
+) -> list[str]:
+    """Return the names of budgets, not of templates, in order, at most ``limit``. Locks nothing.
 
     :param containing: only those with this in their name, in whatever case.
     :param state: only those in this state.
@@ -271,7 +270,16 @@ def some_of(
         wanted = wanted.where(budgets.c.name.icontains(containing, autoescape=True))
     if state is not None:
         wanted = wanted.where(budgets.c.state == state)
-    names = list(connection.execute(wanted.order_by(budgets.c.name).limit(limit)).scalars())
+    return list(connection.execute(wanted.order_by(budgets.c.name).limit(limit)).scalars())
+
+
+def some_of(
+    connection: Connection, root: str, names: Sequence[str]
+) -> list[tuple[Budget, Balance]]:
+    """Return budgets as they are declared with their balances, in the order of ``names``.
+
+    What is read grows with these and all above them. Locks nothing.
+    """
     rows = {row.name: row for row in levels.rows_above(connection, root, names)}
     known = {name: levels.level(row) for name, row in rows.items()}
     now = windows.read_now(connection)

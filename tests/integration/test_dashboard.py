@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from celery_budget import budgeted
 from celery_budget.dashboard import create_app, looks
 from celery_budget.dashboard.guard import HEADERS
-from celery_budget.errors import MissingExtra, StoreError
+from celery_budget.errors import InvalidAmount, MissingExtra, StoreError
 from celery_budget.store import schema
 from tests.integration.support import Shop
 
@@ -156,6 +156,13 @@ def test_many_budgets_come_in_pages(
     assert client.get("/api/overview?page=99").json()["page"] == 3
     monkeypatch.setattr(looks, "MOST_BUDGETS", 3)
     assert "There are more budgets than are read at once" in client.get("/?sort=used").text
+
+
+def test_what_is_no_number_of_budgets_is_said(shop: Shop) -> None:
+    wrong: list[dict[str, Any]] = [{"limit": 0}, {"limit": True}, {"page": -1}, {"size": 1.5}]
+    for given in wrong:
+        with pytest.raises(InvalidAmount, match="is an integer from 1 on"):
+            shop.budget.overview(**given)
 
 
 def test_a_budget_s_page(on_both: Shop, open_page: Open) -> None:

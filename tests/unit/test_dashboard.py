@@ -171,7 +171,7 @@ def test_a_bar_is_exact_for_the_largest_amounts() -> None:
     assert bar is not None
     assert (bar.spent, bar.total, bar.limit) == (499, 749, 1000)
     assert bar.stops == (("soft stop", 799),)
-    assert bar.label == "49.9% spent, 24.9% held, soft stop at 79.9%"
+    assert bar.label == "49.9% spent, 24.9% held, soft stop at 80%"
 
 
 def test_a_bar_beyond_its_limit_shows_where_that_is() -> None:
