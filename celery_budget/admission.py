@@ -506,6 +506,7 @@ def retry_unclaimed(
     message: WireMessage,
     retries: int,
     stop: Stop | None = None,
+    span: Span = NOTHING,
 ) -> Reserved | Parked | None:
     """Write the message of a retry by a delivery that has not claimed, in place of its own.
 
@@ -514,9 +515,14 @@ def retry_unclaimed(
 
     :param retries: the delivery's.
     :param stop: ends waiting for the ledger.
+    :param span: gets the outcome.
     :raises StoreError: where it was ended; nothing is known to have been written.
     """
-    return store.wait_out(stop, unclaimed.retry, request, message, retries, settings.park_us)
+    began = time.perf_counter()
+    written = store.wait_out(stop, unclaimed.retry, request, message, retries, settings.park_us)
+    if written is not None:
+        watching.admission(settings, request, written, began, span=span)
+    return written
 
 
 def activate(
@@ -525,9 +531,17 @@ def activate(
     request: ReserveRequest,
     message: WireMessage,
     stop: Stop | None = None,
+    span: Span = NOTHING,
 ) -> Reserved | AlreadyReserved | Missing:
-    """Write the message of a planned step whose turn has come; waits out faults of the store."""
-    return store.wait_out(stop, plans.activate, request, message)
+    """Write the message of a planned step whose turn has come; waits out faults of the store.
+
+    :param span: gets the outcome.
+    """
+    began = time.perf_counter()
+    reached = store.wait_out(stop, plans.activate, request, message)
+    if not isinstance(reached, Missing):
+        watching.admission(settings, request, reached, began, span=span)
+    return reached
 
 
 def enqueue(

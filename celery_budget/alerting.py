@@ -12,7 +12,6 @@ time in a thread of their own, so that one that hangs holds up other alerts only
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from typing import Any
 from celery_budget.core.alerts import Alert, StandingAlert
 from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.backoff import backoff_seconds
+from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, alerts
 
 __all__ = ["MOST_TRIES", "Alerting", "Drifted", "Passed", "standing"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _SECOND = 1_000_000
@@ -218,16 +218,22 @@ class Alerting:
                 failed += 1
                 continue
             if row.tries == 1:
-                logger.warning("alert: %s", alert.message)
+                logger.event(
+                    "alert.raised",
+                    said=alert.message,
+                    alert_id=alert.id,
+                    kind=alert.kind,
+                    name=alert.subject,
+                )
             call = self._call = _Call(self._tell, row, alert)
             call.start()
             if not call.wait(self._settings.alert_call_seconds):
-                logger.error(
-                    "budget_on_alert has not returned after %g s (budget_alert_call_seconds), over "
-                    "the alert %s: %s; no other alert is told here until it does",
-                    self._settings.alert_call_seconds,
-                    alert.id,
-                    alert.message,
+                logger.event(
+                    "alert.hangs",
+                    seconds=self._settings.alert_call_seconds,
+                    alert_id=alert.id,
+                    said=alert.message,
+                    kind=alert.kind,
                 )
                 failed += 1
                 break
@@ -245,23 +251,24 @@ class Alerting:
         if call.error is None:
             self._store.run(alerts.mark_told, self._root, call.row)
         else:
-            self._put_off(call.row, call.alert, repr(call.error))
+            self._put_off(call.row, call.alert, f"it raised {type(call.error).__name__}")
         self._call = None
         return True
 
     def _put_off(self, row: alerts.Row, alert: Alert, why: str) -> None:
         if row.tries >= MOST_TRIES:
-            logger.error(
-                "the alert %s could not be told in %d tries (%s) and is told no more: %s",
-                alert.id,
-                min(row.tries, MOST_TRIES),
-                why,
-                alert.message,
+            logger.event(
+                "alert.given_up",
+                alert_id=alert.id,
+                count=min(row.tries, MOST_TRIES),
+                reason=why,
+                said=alert.message,
+                kind=alert.kind,
             )
             self._store.run(alerts.put_off, self._root, row, None)
             return
         wait = backoff_seconds(row.tries, FIRST_WAIT, LONGEST_WAIT)
-        logger.warning("the alert %s is told again in %.1f s: %s", alert.id, wait, why)
+        logger.event("alert.put_off", alert_id=alert.id, seconds=wait, reason=why, kind=alert.kind)
         self._store.run(alerts.put_off, self._root, row, int(wait * _SECOND))
 
 
@@ -287,7 +294,9 @@ class _Call:
         # Also an exit: it must not end as told.
         except BaseException as error:
             self.error = error
-            logger.warning("budget_on_alert has raised", exc_info=True)
+            logger.exception(
+                "alert.call_failed", alert_id=self.alert.id, error_type=type(error).__name__
+            )
         finally:
             self._done.set()
 

@@ -7,6 +7,7 @@ result backends: the constructor takes exactly the values that end up in ``args`
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 __all__ = [
     "AttemptLost",
@@ -561,29 +562,15 @@ _REASONS = {
 class ParkingFull(BudgetExceeded):
     """A request does not fit a budget, and as much is parked as ``budget_max_parked`` allows.
 
-    It is not parked; nothing was changed. Its attributes are those of :class:`BudgetExceeded`.
+    It is not parked; nothing was changed.
 
     :param bound: the setting.
+    :param refused: what :class:`BudgetExceeded` has; its attributes are these.
     """
 
-    def __init__(
-        self,
-        budget: str,
-        unit: str,
-        requested: int,
-        available: int,
-        limit: int,
-        reserved: int,
-        spent: int,
-        reason: str,
-        most: int,
-        bound: int,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(
-            budget, unit, requested, available, limit, reserved, spent, reason, most, retry_after
-        )
-        self.args = (*self.args[:-1], bound, retry_after)
+    def __init__(self, bound: int, *refused: Any) -> None:
+        super().__init__(*refused)
+        self.args = (bound, *self.args)
         self.bound = bound
 
     def __str__(self) -> str:

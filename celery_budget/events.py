@@ -29,6 +29,8 @@ PREFIX = "budget_"
 #: What the fields mean, with their units. Text unless something else is said.
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
+        "address": "where something is served, as a URL",
+        "alert_id": "the id of an alert, the same each time it is told",
         "amount": "an amount, in the smallest part of the budget's unit (integer)",
         "attempt": "which run of its request, from 1 (integer)",
         "available": "what was left of the budget, in its unit; below 0 where it is over (integer)",
@@ -45,18 +47,20 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "estimated": "what the request asks of each budget it names, by name (object of integers)",
         "failures": "how often it was refused before (integer)",
         "group_id": "the id of a Celery group",
+        "kind": "what an alert is about",
         "lane": "a lane's name",
         "limit": "the budget's limit, in its unit (integer)",
         "matter": "what was to be told",
         "name": "a budget's name",
         "outcome": "returned, raised, retried, replaced, ignored or rejected",
         "parked_id": "the id of what is parked",
-        "path": "a file or folder",
+        "path": "a file or folder, or a page of the dashboard",
         "piece": "what kind of work is recovered",
         "queue": "a queue's name",
         "reason": "why, in a word, or a few",
         "requested": "what was asked for, in the budget's unit (integer)",
         "reservation_id": "the id of the request in the ledger",
+        "said": "what an alert says, on one line",
         "seconds": "a time in seconds (number)",
         "shadow": "a shadow estimator's name and version",
         "stage": "the stage that the task belongs to",
@@ -251,6 +255,13 @@ EVENTS = _events(
         "shadow estimator %(shadow)s took more than %(seconds)g s %(count)d times in a row; this "
         "process does not ask it any more",
     ),
+    # What is looked at
+    Event("metrics.served", _I, "metrics are served on %(address)s"),
+    Event(
+        "metrics.unserved", _W, "metrics cannot be served on %(address)s: %(error)s; tried again"
+    ),
+    Event("metrics.unanswered", _D, "a scrape was not answered"),
+    Event("page.failed", _E, "%(path)s could not be shown"),
     # Results
     Event(
         "outcome.oversize",
@@ -293,6 +304,28 @@ EVENTS = _events(
     Event("step.failed", _E, "%(step)s failed; it is tried again"),
     Event("recovery.failed", _E, "could not recover %(piece)s of task %(task_id)s"),
     Event("recovery.postpone_failed", _E, "nor could %(piece)s of task %(task_id)s be postponed"),
+    Event("alert.raised", _W, "alert: %(said)s", ("alert_id", "kind", "name")),
+    Event(
+        "alert.put_off",
+        _W,
+        "the alert %(alert_id)s is told again in %(seconds).1f s: %(reason)s",
+        ("kind",),
+    ),
+    Event(
+        "alert.hangs",
+        _E,
+        "budget_on_alert has not returned after %(seconds)g s (budget_alert_call_seconds), over "
+        "the alert %(alert_id)s: %(said)s; no other alert is told here until it does",
+        ("kind",),
+    ),
+    Event("alert.call_failed", _W, "budget_on_alert has raised %(error_type)s", ("alert_id",)),
+    Event(
+        "alert.given_up",
+        _E,
+        "the alert %(alert_id)s could not be told in %(count)d tries (%(reason)s) and is told no "
+        "more: %(said)s",
+        ("kind",),
+    ),
     Event("parked.put_off", _I, "what is parked as %(parked_id)s stays so: %(error)s"),
     Event("parked.failed", _E, "what is parked as %(parked_id)s stays so: %(error_type)s"),
     Event("parked.give_up_failed", _E, "task %(task_id)s cannot be given up; it is tried again"),

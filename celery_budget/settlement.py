@@ -598,7 +598,7 @@ class Attempt:
         not know it.
         """
         with tracing.of(self.settings).span(
-            "budget.settle", "internal", parent=self.trace, only_within=True
+            "budget.settle", "internal", parent=self.trace, inner=True, only_within=True
         ) as span:
             return self._end(outcome, span)
 
@@ -823,6 +823,9 @@ def replay(store: Store, settings: Settings, entry: Entry) -> None:
             )
             return
         _alarm(ended.kept, entry.reservation_id, settings)
+        if ended.settlement is not None:
+            of = (entry.reservation_id, entry.attempt, entry.outcome, ended.settlement)
+            watching.settled(settings, *of)
         if ended.state == "settled" and not ended.cancelled:
             worker_lost(
                 store,

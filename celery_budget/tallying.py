@@ -14,7 +14,7 @@ from celery_budget.store import Store, refusals, tallies
 __all__ = ["Tallied", "run_once"]
 
 #: How many requests are tallied in one transaction: their rows are locked for so long.
-LIMIT = 500
+LIMIT = 1000
 #: How long after its end a request is left alone: its worker closes it by then, and what is late by
 #: a little has come.
 AGE_US = 10_000_000

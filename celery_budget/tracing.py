@@ -106,6 +106,7 @@ class Tracing:
         kind: Kind,
         *,
         parent: Mapping[str, Any] | None = None,
+        inner: bool = False,
         only_within: bool = False,
         links: Iterable[Mapping[str, Any]] = (),
         start_ns: int | None = None,
@@ -115,6 +116,7 @@ class Tracing:
 
         :param parent: headers with the context of what led to it. The span that is current counts
             where it is of the same trace, as that of an instrumentation of Celery's is.
+        :param inner: the span that is current counts in any case, if there is one.
         :param only_within: none where no context is found: it would be a trace of its own.
         :param links: headers with contexts that it has to do with.
         :param expected: errors that are outcomes.
@@ -176,6 +178,7 @@ class _On(Tracing):
         kind: Kind,
         *,
         parent: Mapping[str, Any] | None = None,
+        inner: bool = False,
         only_within: bool = False,
         links: Iterable[Mapping[str, Any]] = (),
         start_ns: int | None = None,
@@ -183,7 +186,8 @@ class _On(Tracing):
     ) -> Span:
         if isinstance(self.trace.get_tracer_provider(), self.trace.ProxyTracerProvider):
             return NOTHING
-        make = partial(self._span, name, kind, parent, only_within, links, start_ns, expected)
+        of = (parent, inner, only_within, links, start_ns, expected)
+        make = partial(self._span, name, kind, *of)
         return _guarded("span", NOTHING, make)
 
     def _span(
@@ -191,6 +195,7 @@ class _On(Tracing):
         name: str,
         kind: Kind,
         parent: Mapping[str, Any] | None,
+        inner: bool,
         only_within: bool,
         links: Iterable[Mapping[str, Any]],
         start_ns: int | None,
@@ -198,7 +203,7 @@ class _On(Tracing):
     ) -> Span:
         current = self.trace.get_current_span().get_span_context()
         context, found = None, []
-        if parent:
+        if parent and not (inner and current.is_valid):
             extracted = self.propagate.extract(_texts(parent))
             led = self.trace.get_current_span(extracted).get_span_context()
             if led.is_valid and current.trace_id == led.trace_id:

@@ -1,7 +1,7 @@
 """What admission and settlement tell of their requests, by log events and metrics.
 
 Told once the ledger has answered. In a caller's own transaction (``enlist``) that is before it is
-committed: what is rolled back then was told all the same.
+committed, also where it is rolled back then.
 """
 
 from __future__ import annotations

@@ -245,20 +245,7 @@ class Crowded:
 
     def error(self) -> ParkingFull:
         """Return what the caller is told."""
-        one = self.refused.error()
-        return ParkingFull(
-            one.budget,
-            one.unit,
-            one.requested,
-            one.available,
-            one.limit,
-            one.reserved,
-            one.spent,
-            one.reason,
-            one.most,
-            self.bound,
-            one.retry_after,
-        )
+        return ParkingFull(self.bound, *self.refused.error().args)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Collection, Hashable
 from typing import Any
 
@@ -18,12 +17,21 @@ from celery_budget.dashboard.guard import Authenticate, Guard, path_of
 from celery_budget.dashboard.pages import FILES, Pages
 from celery_budget.dashboard.reads import Reads, Seen
 from celery_budget.dashboard.tokens import Token
-from celery_budget.errors import BudgetError, SchemaError, StoreError, UnknownBudget, UnknownRequest
+from celery_budget.errors import (
+    BudgetError,
+    MissingExtra,
+    SchemaError,
+    StoreError,
+    UnknownBudget,
+    UnknownRequest,
+)
+from celery_budget.events import Logger
 from celery_budget.integration.views import Views
+from celery_budget.metrics import exposition
 
 __all__ = ["build"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 API = "/api/"
 #: When to ask again while the ledger does not answer, in seconds.
@@ -75,7 +83,10 @@ class _Routes:
             ("/request", "request", self._request, pages.request),
             ("/plots", "report", self._report, pages.plots),
         ]
-        found = [Route("/static/{name}", self._static, name="static")]
+        found = [
+            Route("/static/{name}", self._static, name="static"),
+            Route("/metrics", self._metrics, name="metrics"),
+        ]
         for path, name, ask, show in looked:
             found.append(Route(path, self._page(ask, show), name=name))
             found.append(Route(API + name, self._document(ask), name=f"api-{name}"))
@@ -115,6 +126,13 @@ class _Routes:
 
         return document
 
+    async def _metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")[:255]
+        key = ("metrics", accept)
+        seen = await self._reads.get(key, lambda: exposition(self._views, accept))
+        body, kind = seen.value
+        return Response(body, headers={"Content-Type": kind})
+
     async def _static(self, request: Request) -> Response:
         file = FILES.get(request.path_params["name"])
         if file is None:
@@ -134,12 +152,12 @@ class _Routes:
 
         What the database has said is for who runs it: it is in the log.
         """
-        if isinstance(error, (UnknownBudget, UnknownRequest)):
+        if isinstance(error, (UnknownBudget, UnknownRequest, MissingExtra)):
             return self.turned_away(request, 404, str(error))
         if isinstance(error, SchemaError):
             answer = self.turned_away(request, 503, str(error))
         elif isinstance(error, StoreError):
-            logger.warning("the ledger could not be read: %s", error)
+            logger.event("store.unreachable", error=error, consequence="the page says so")
             answer = self.turned_away(request, 503, "the ledger's database does not answer")
         else:
             return await self.fault(request, error)
@@ -149,7 +167,7 @@ class _Routes:
     async def fault(self, request: Request, error: Exception) -> Response:
         """Answer to a fault of ours; its traceback is in the log of who serves it."""
         if isinstance(error, BudgetError):
-            logger.error("%s could not be shown", path_of(request.scope), exc_info=error)
+            logger.event("page.failed", path=path_of(request.scope), exc_info=error)
         told = "something went wrong here; the log of the dashboard says what"
         return self.turned_away(request, 500, told)
 

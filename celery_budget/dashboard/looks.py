@@ -9,14 +9,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from celery_budget.core.budgets import is_template
-from celery_budget.errors import UnknownBudget, UnknownRequest
+from celery_budget.core.budgets import check_name, is_template
+from celery_budget.errors import InvalidName, UnknownBudget, UnknownRequest
 from celery_budget.integration.views import Views
 from celery_budget.reconcile import (
     BudgetSeen,
+    BudgetStory,
     Entry,
     Overview,
-    ParkedRequest,
     Report,
     Standing,
     Story,
@@ -30,6 +30,7 @@ __all__ = [
     "Life",
     "OverviewLook",
     "PlotsLook",
+    "TemplateLook",
     "budget",
     "life",
     "overview",
@@ -40,7 +41,7 @@ __all__ = [
 MOST_BUDGETS = 1000
 #: So many are on one page.
 PAGE = 50
-#: So many entries of a journal, and requests that wait, are on a budget's page.
+#: So many holds, requests that wait and entries of its journal are on a budget's page.
 LISTED = 25
 
 #: The states of a budget that can be asked for, in words; those of the ledger and two to be seen.
@@ -168,39 +169,52 @@ _ORDER: dict[str, Callable[[BudgetSeen], tuple[Any, ...]]] = {
 class BudgetLook:
     """One budget's page.
 
-    :ivar seen: it as in the overview; none of a template.
-    :ivar parked: what waits for it, the next first.
+    :ivar seen: it as in the overview.
+    :ivar story: what holds it, what frees it, and what waits for it.
     :ivar journal: its last changes, the last first.
     """
 
-    standing: Standing | Template
-    seen: BudgetSeen | None
-    parked: tuple[ParkedRequest, ...]
+    seen: BudgetSeen
+    story: BudgetStory
     journal: tuple[Entry, ...]
+
+    @property
+    def standing(self) -> Standing:
+        """Its terms and balance."""
+        return self.story.standing
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        return {
-            **self.standing.as_dict(),
-            "parked": [one.as_dict() for one in self.parked],
-            "journal": [one.as_dict() for one in self.journal],
-        }
+        return {**self.story.as_dict(), "journal": [one.as_dict() for one in self.journal]}
 
 
-def budget(views: Views, name: str) -> BudgetLook:
-    """Read how one budget stands.
+@dataclass(frozen=True)
+class TemplateLook:
+    """A template's page."""
+
+    standing: Template
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return self.standing.as_dict()
+
+
+def budget(views: Views, name: str) -> BudgetLook | TemplateLook:
+    """Read how one budget or template stands.
 
     :raises UnknownBudget: where there is none, as what cannot be a name names none.
     """
     try:
-        standing = views.standing(name)
-    except ValueError as exc:
+        check_name(name)
+    except InvalidName as exc:
         raise UnknownBudget(name) from exc
-    if isinstance(standing, Template) or is_template(name):
-        return BudgetLook(standing, None, (), ())
-    seen = BudgetSeen(standing.budget, standing.balance)
-    parked = tuple(views.parked(LISTED, name))
-    return BudgetLook(standing, seen, parked, tuple(views.journal(name, LISTED)))
+    if is_template(name):
+        found = views.standing(name)
+        assert isinstance(found, Template)  # noqa: S101 - its name says so
+        return TemplateLook(found)
+    story = views.explain_budget(name, LISTED)
+    seen = BudgetSeen(story.standing.budget, story.standing.balance)
+    return BudgetLook(seen, story, tuple(views.journal(name, LISTED)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from starlette.responses import HTMLResponse
 
 from celery_budget.dashboard import looks, words
 from celery_budget.dashboard.reads import Seen
-from celery_budget.reconcile import Standing, Template
 from celery_budget.render import plots
 from celery_budget.render.budgets import standing_facts
 from celery_budget.render.lanes import WHY
@@ -117,19 +116,30 @@ class Pages:
             overdue=look.overview.overdue_seconds > OVERDUE_SECONDS,
         )
 
-    def budget(self, request: Request, seen: Seen[looks.BudgetLook]) -> HTMLResponse:
+    def budget(
+        self, request: Request, seen: Seen[looks.BudgetLook | looks.TemplateLook]
+    ) -> HTMLResponse:
         """One budget, or a template."""
         look = seen.value
-        template = "template.html" if isinstance(look.standing, Template) else "budget.html"
         told = standing_facts(look.standing)
-        if isinstance(look.standing, Standing):
-            balance, room_of = look.standing.balance, look.standing.room_of
-            if balance.end_us is not None:
-                begin, end = words.clock(balance.start_us), words.clock(balance.end_us)
-                told["window"] = f"{begin} to {end} UTC"
-            if room_of in (None, balance.budget):
-                told.pop("new work")  # as the tile says
-        return self._page(request, template, seen, look=look, standing=look.standing, told=told)
+        if isinstance(look, looks.TemplateLook):
+            return self._page(request, "template.html", seen, standing=look.standing, told=told)
+        standing, balance = look.standing, look.standing.balance
+        if balance.end_us is not None:
+            begin, end = words.clock(balance.start_us), words.clock(balance.end_us)
+            told["window"] = f"{begin} to {end} UTC"
+        if standing.room_of in (None, balance.budget):
+            told.pop("new work")  # as the tile says
+        return self._page(
+            request,
+            "budget.html",
+            seen,
+            look=look,
+            story=look.story,
+            standing=standing,
+            told=told,
+            now_us=look.story.now_us,
+        )
 
     def request(self, request: Request, seen: Seen[looks.Life]) -> HTMLResponse:
         """The life of the requests with one id."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
+
+from celery_budget.errors import StoreError
 
 __all__ = ["Reads", "Seen"]
 
@@ -23,6 +26,8 @@ REST, MOST_SECONDS = 10, 30.0
 REMEMBERED = 64
 #: How many run at once; what an application has threads for that mounts this is not taken from it.
 THREADS = 4
+#: How long an answer is waited for.
+PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Reads:
     """Reads of one dashboard. For one event loop; no read is ever made on it.
 
     A failure is remembered as an answer is, so that a database that is down is asked once a second,
-    not by each who looks.
+    not by each who looks. One that hangs is not waited for: who asks is told, and what hangs keeps
+    its thread, and no end of the process back.
 
     :param clock: seconds that only grow.
     """
@@ -58,11 +64,12 @@ class Reads:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
-        self._threads = ThreadPoolExecutor(THREADS, "budget-dashboard")
+        self._free = asyncio.Semaphore(THREADS)
 
     async def get(self, key: Hashable, read: Callable[[], T]) -> Seen[T]:
         """Return what ``read`` gives, or gave a moment ago to who asked by the same key.
 
+        :raises StoreError: where it takes longer than anybody waits.
         :raises Exception: what it raised.
         """
         slot = self._slots.setdefault(key, _Slot())
@@ -79,13 +86,46 @@ class Reads:
 
     async def _fill(self, slot: _Slot, read: Callable[[], Any]) -> None:
         began = self._clock()
-        loop = asyncio.get_running_loop()
         fresh = FRESH_SECONDS
         try:
-            value = await loop.run_in_executor(self._threads, read)
+            value = await asyncio.wait_for(self._in_thread(read), PATIENCE_SECONDS)
+        except asyncio.TimeoutError:
+            told = f"the ledger did not answer within {PATIENCE_SECONDS:g} s"
+            slot.seen, slot.error = None, StoreError(told, True)
         except Exception as error:  # noqa: BLE001 - it is raised to all who ask
             slot.seen, slot.error = None, error
         else:
             slot.seen, slot.error = Seen(value, time.time()), None
             fresh = min(max(fresh, REST * (self._clock() - began)), MOST_SECONDS)
         slot.until = self._clock() + fresh
+
+    async def _in_thread(self, read: Callable[[], T]) -> T:
+        """Return what ``read`` gives, run in a thread that no end of the process waits for.
+
+        The thread is free for others once it has ended, whether or not anybody still waits for it.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def end(value: T | None, error: Exception | None) -> None:
+            self._free.release()
+            if done.done():
+                return
+            if error is None:
+                done.set_result(cast(T, value))
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            value, failed = None, None
+            try:
+                value = read()
+            except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
+                failed = error
+            # There is no loop any more where the server has ended meanwhile.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(end, value, failed)
+
+        await self._free.acquire()
+        threading.Thread(target=run, name="budget-dashboard", daemon=True).start()
+        return await done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.imports import symbol_by_name
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = ["alerting_of", "on_alert_of"]
+
+#: Requests that were admitted within that time tell whether a stage drifts.
+LATELY = timedelta(days=7)
 
 
 def on_alert_of(budget: CeleryBudget) -> Callable[[Alert], Any] | None:
@@ -61,7 +65,7 @@ def alerting_of(budget: CeleryBudget) -> Alerting:
         budget.settings,
         tell,
         lambda: _drifts(budget),
-        lambda: len(budget.reconcile().mismatches),
+        lambda: len(budget.reconcile(limit=0).mismatches),
     )
 
 
@@ -73,6 +77,6 @@ def _drifts(budget: CeleryBudget) -> list[Drifted]:
             one.ceiling,
             one.requests,
         )
-        for one in budget.report().drift
+        for one in budget.report(since=LATELY).drift
         if one.above and one.ratio is not None and one.ceiling is not None
     ]

@@ -95,7 +95,7 @@ class Gate:
             if terms is None:
                 return self._send_plain(call)
             with tracing.of(self._budget.settings).span(
-                "budget.reserve", "producer", parent=_led(attempt), start_ns=began
+                "budget.reserve", "producer", parent=_led(attempt), inner=True, start_ns=began
             ) as span:
                 call = replace(call, span=span)
                 request = self._request(call, terms)
@@ -279,7 +279,7 @@ class Gate:
             retries = int(running.retries or 0)
             try:
                 retried = admission.retry_unclaimed(
-                    store, settings, request, wire, retries, Patience(stopping)
+                    store, settings, request, wire, retries, Patience(stopping), call.span
                 )
             except StoreError:
                 if not gives_back(self._budget, running):
@@ -289,7 +289,7 @@ class Gate:
             return retried
         if _is_step(request):
             stop = attempt.stop if attempt else None
-            reached = admission.activate(store, settings, request, wire, stop)
+            reached = admission.activate(store, settings, request, wire, stop, call.span)
             if not isinstance(reached, Missing):
                 return reached
             request = replace(request, reservation_id=new_id(), plan=None)

@@ -138,14 +138,11 @@ class Views:
         """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
         return shown.quarantine_is_full(self.store, self.settings)
 
-    def parked(self, limit: int = 100, budget: str | None = None) -> list[shown.ParkedRequest]:
-        """Return what waits for budget, at most ``limit``; budget by budget, the next one first.
-
-        :param budget: only what waits for this one.
-        """
+    def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
+        """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
-        return shown.parked(self.store, self.settings, limit, budget)
+        return shown.parked(self.store, self.settings, limit)
 
     def queued(self) -> tuple[shown.Queued, ...]:
         """Return for each budget that anything waits for how much, and for how long."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 from celery_budget.errors import MissingExtra
+from celery_budget.events import Logger
 from celery_budget.metrics.catalogue import CATALOGUE
 from celery_budget.metrics.families import Families, Highest, empty
 from celery_budget.metrics.passes import Passes
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BudgetCollector", "exposition"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
-#: How long a scrape waits for another one's reading: less than Prometheus waits for a scrape.
-BUSY_SECONDS = 8.0
-#: After a reading it is not read for so many times as long as that took: of a large ledger too,
-#: metrics take a tenth of one connection's time at most.
+#: How long a scrape waits for a reading: less than Prometheus waits for a scrape.
+WAIT_SECONDS = 8.0
+#: For so many times as long as it took to read something it is not read again: of a large ledger
+#: too, metrics take two tenths of one connection's time at most.
 REST = 9
 
 
@@ -47,8 +47,9 @@ class BudgetCollector:
 
     What it gives is read from the ledger, so that it is the same in whichever process it runs, and
     needs no directory for several processes. One reading answers all scrapes for
-    ``budget_metrics_seconds``, or nine times as long as it took; one at a time is made. No scrape
-    fails: ``celery_budget_up`` says whether the ledger could be read. Registering it reads nothing.
+    ``budget_metrics_seconds``, or for nine times as long as it took; so it is, for itself, with
+    what was added up since the ledger began. One at a time is made. No scrape fails:
+    ``celery_budget_up`` says whether the ledger could be read. Registering it reads nothing.
 
     :param passes: of this process' relay.
     :raises MissingExtra: where prometheus-client is not installed.
@@ -59,12 +60,14 @@ class BudgetCollector:
         self._budget = budget
         self._passes = passes
         self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
         self._highest = Highest()
         self._errors: Counter[str] = Counter()
         self._series: Series | None = None
         self._reading: Reading | None = None
         self._seconds = 0.0
         self._until = 0.0
+        self._sums_until = 0.0
         self._keep_seconds = 0.0
 
     def describe(self) -> Iterable[Family]:
@@ -73,18 +76,15 @@ class BudgetCollector:
 
     def collect(self) -> Iterable[Family]:
         """Return every metric with its values, or only those that need no ledger."""
-        if not self._lock.acquire(timeout=BUSY_SECONDS):
+        reader = self._due()
+        if reader is not None:
+            reader.join(WAIT_SECONDS)
+        with self._lock:
+            # What has been read is old by now, if a reading still goes on.
+            shown = None if reader is not None and reader.is_alive() else self._reading
             families = Families()
-            families.add("up", 0)
-            return list(families.made(Highest()))
-        try:
-            if time.monotonic() >= self._until:
-                self._read()
-            families = Families()
-            self._add_to(families)
+            self._add_to(families, shown)
             return list(families.made(self._highest))
-        finally:
-            self._lock.release()
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body and the content type of an answer to a scrape.
@@ -103,33 +103,59 @@ class BudgetCollector:
             encode, content_type = choose_encoder("")
         return encode(registry), content_type
 
+    def _due(self) -> threading.Thread | None:
+        """Return who reads, or begins to since it is time; none where the last reading will do.
+
+        In a thread of its own: a database that does not answer must not keep a scrape waiting for
+        longer than whoever scrapes waits.
+        """
+        with self._lock:
+            reads = self._reader is not None and self._reader.is_alive()
+            if not reads and time.monotonic() < self._until:
+                return None
+            if not reads:
+                self._reader = threading.Thread(
+                    target=self._read, name="budget-metrics-reading", daemon=True
+                )
+                self._reader.start()
+            return self._reader
+
     def _read(self) -> None:
         begun = time.monotonic()
+        reading, added_up = None, 0.0
         try:
             settings = self._budget.settings
             self._keep_seconds = settings.metrics_seconds
-            if self._series is None:
-                self._series = Series(settings.metrics_labels)
-            self._reading = look(self._budget.store, settings)
+            before = self._reading.sums if self._reading and begun < self._sums_until else None
+            reading = look(self._budget.store, settings, before)
+            added_up = 0.0 if reading.sums is before else reading.sums.seconds
         except Exception as error:  # noqa: BLE001 - whatever it is, the scrape is answered
-            self._reading = None
-            self._errors[type(error).__name__] += 1
-            logger.warning("the ledger could not be read for metrics: %s", error)
+            with self._lock:
+                self._errors[type(error).__name__] += 1
+            logger.event("store.unreachable", error=error, consequence="metrics do without it")
         ended = time.monotonic()
-        self._seconds = ended - begun
-        self._until = ended + max(self._keep_seconds, REST * self._seconds)
+        with self._lock:
+            self._reading = reading
+            self._seconds = ended - begun
+            # After a failure it is tried again soon, however long that took.
+            rest = 0.0 if reading is None else REST * (self._seconds - added_up)
+            self._until = ended + max(self._keep_seconds, rest)
+            if added_up:
+                self._sums_until = ended + REST * added_up
 
-    def _add_to(self, families: Families) -> None:
-        families.add("up", self._reading is not None)
+    def _add_to(self, families: Families, reading: Reading | None) -> None:
+        families.add("up", reading is not None)
         families.add("read_duration_seconds", self._seconds)
         for error, count in self._errors.items():
             families.add("read_errors_total", count, error)
         if self._passes is not None:
             self._passes.add_to(families)
-        if self._reading is not None and self._series is not None:
-            root = self._budget.settings.root
-            families.add("build_info", 1, root, version("celery-budget"))
-            self._series.add_to(families, self._reading)
+        if reading is not None:
+            settings = self._budget.settings
+            families.add("build_info", 1, settings.root, version("celery-budget"))
+            if self._series is None:
+                self._series = Series(settings.metrics_labels)
+            self._series.add_to(families, reading)
 
 
 _COLLECTOR = "_budget_collector"

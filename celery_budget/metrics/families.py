@@ -46,13 +46,14 @@ class Bins:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._sum_us = 0
 
-    def add(self, seconds: float, count: int) -> None:
-        """Count so many that took so long."""
+    def add(self, us: int, count: int) -> None:
+        """Count so many that took so long, in microseconds: their sum is exact, in any order."""
+        seconds = us / 1_000_000
         place = next((n for n, bound in enumerate(self._bounds) if seconds <= bound), -1)
         self._counts[place] += count
-        self._sum += seconds * count
+        self._sum_us += us * count
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -61,7 +62,7 @@ class Bins:
         for count in self._counts:
             total += count
             counts.append(float(total))
-        return (*counts, self._sum)
+        return (*counts, self._sum_us / 1_000_000)
 
     @property
     def bounds(self) -> tuple[str, ...]:

@@ -1,7 +1,12 @@
-"""What is read of the ledger for one scrape, all of it at one moment."""
+"""What is read of the ledger for a scrape, all of it at one moment.
+
+But for what has been added up since the ledger began, which takes longer the longer that is: a
+reading may take that from one before.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +21,7 @@ from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, budgets, figures, quarantine, relays, reports
 from celery_budget.store.figures import Asked
 
-__all__ = ["Reading", "look"]
+__all__ = ["Reading", "Sums", "look"]
 
 EVERYTHING = Asked()
 #: The stage of refusals that were counted without one.
@@ -24,22 +29,33 @@ UNKNOWN = "(unknown)"
 
 
 @dataclass(frozen=True)
+class Sums:
+    """What there was since the ledger began.
+
+    :ivar stages: what became of requests, by stage.
+    :ivar amounts: of what has ended, by budget.
+    :ivar seconds: how long it took to add that up.
+    """
+
+    stages: Mapping[str, Total]
+    drift: Sequence[Drift]
+    amounts: Sequence[Amounts]
+    refusals: Sequence[Refusals]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Reading:
     """The ledger at one look.
 
-    :ivar stages: what became of requests, by stage, since the ledger began.
-    :ivar amounts: of what has ended, by budget.
     :ivar relays: how long ago each relay was seen, in microseconds.
     :ivar quarantine_bound: how many requests that failed for good are kept.
     :ivar overdue_us: for how long the oldest due message has been waiting for a relay.
     :ivar first: the budgets that were made first, as many as have series of their own.
     """
 
+    sums: Sums
     balances: Sequence[Balance]
-    stages: Mapping[str, Total]
-    drift: Sequence[Drift]
-    amounts: Sequence[Amounts]
-    refusals: Sequence[Refusals]
     open_work: Mapping[str, int]
     overdue_us: int
     parked: Sequence[Queued]
@@ -50,21 +66,19 @@ class Reading:
     first: Sequence[str]
 
 
-def look(store: Store, settings: Settings) -> Reading:
-    """Read the ledger; locks nothing."""
-    return store.read(_look, settings)
+def look(store: Store, settings: Settings, sums: Sums | None = None) -> Reading:
+    """Read the ledger; locks nothing.
+
+    :param sums: those of a reading before, to be taken over.
+    """
+    return store.read(_look, settings, sums)
 
 
-def _look(connection: Connection, settings: Settings) -> Reading:
+def _look(connection: Connection, settings: Settings, sums: Sums | None) -> Reading:
     root = settings.root
-    sums = _Sums()
-    sums.gather(connection, root)
     return Reading(
+        _added_up(connection, root) if sums is None else sums,
         budgets.balances_of(connection, root),
-        sums.stages,
-        drifts(sums.measured, {}),
-        sums.total.drawn(),
-        [Refusals(*key, count) for key, count in sums.refused.items()],
         reports.open_work(connection, root),
         reports.overdue_us(connection, root),
         queued_in(connection, root),
@@ -76,7 +90,20 @@ def _look(connection: Connection, settings: Settings) -> Reading:
     )
 
 
-class _Sums:
+def _added_up(connection: Connection, root: str) -> Sums:
+    begun = time.monotonic()
+    adding = _Adding()
+    adding.gather(connection, root)
+    return Sums(
+        adding.stages,
+        drifts(adding.measured, {}),
+        adding.total.drawn(),
+        [Refusals(*key, count) for key, count in adding.refused.items()],
+        time.monotonic() - begun,
+    )
+
+
+class _Adding:
     """What is added up over all days, as a report does it by stage; nothing by day."""
 
     def __init__(self) -> None:

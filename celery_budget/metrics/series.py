@@ -10,7 +10,7 @@ from celery_budget.core.retries import ENDED as ENDED_FOR_GOOD
 from celery_budget.core.tallies import RUN, WAIT, top_of
 from celery_budget.metrics.catalogue import OTHER
 from celery_budget.metrics.families import Families, Labels
-from celery_budget.metrics.reading import Reading
+from celery_budget.metrics.reading import Reading, Sums
 from celery_budget.reconcile import Drift, LaneStanding
 from celery_budget.reconcile.totals import Total
 
@@ -51,9 +51,9 @@ class Series:
         self._budgets.keep(reading.first)
         self._lanes.keep(sorted(one.lane.name for one in reading.lanes))
         self._add_balances(families, reading.balances)
-        self._add_requests(families, reading.stages)
-        self._add_amounts(families, reading)
-        self._add_estimators(families, reading.drift)
+        self._add_requests(families, reading.sums.stages)
+        self._add_amounts(families, reading.sums)
+        self._add_estimators(families, reading.sums.drift)
         self._add_open(families, reading)
         for lane in reading.lanes:
             self._add_lane(families, lane)
@@ -93,21 +93,20 @@ class Series:
                 bins = families.bins(metric, BOUNDS, stage)
                 for figure, count in total.figures.items():
                     if figure.startswith(kind):
-                        longest_us = top_of(int(figure.removeprefix(kind)))
-                        bins.add(longest_us / 1_000_000, count)
+                        bins.add(top_of(int(figure.removeprefix(kind))), count)
 
-    def _add_amounts(self, families: Families, reading: Reading) -> None:
-        for refused in reading.refusals:
+    def _add_amounts(self, families: Families, sums: Sums) -> None:
+        for refused in sums.refusals:
             budget = self._budgets.of(refused.budget)
             families.add("refusals_total", refused.count, budget, refused.reason)
-        for amounts in reading.amounts:
+        for amounts in sums.amounts:
             own = self._budgets.of(amounts.budget), amounts.unit
             families.add("charged_total", amounts.charged, *own)
             families.add("estimated_total", amounts.estimated, *own)
             families.add("over_total", amounts.over, *own)
 
     def _add_estimators(self, families: Families, drift: Sequence[Drift]) -> None:
-        sums: dict[tuple[str, ...], list[int]] = {}
+        totals: dict[tuple[str, ...], list[int]] = {}
         busiest = sorted(drift, key=lambda one: (-one.requests, _identity(one)))
         self._estimators.keep(map(_identity, busiest))
         for one in drift:
@@ -118,10 +117,10 @@ class Series:
             families.add("estimator_requests_total", one.requests, *labels)
             families.add("estimator_estimated_total", one.estimated, *labels)
             families.add("estimator_actual_total", one.actual, *labels)
-            found = sums.setdefault(labels, [0, 0])
+            found = totals.setdefault(labels, [0, 0])
             found[0] += one.estimated
             found[1] += one.actual
-        for labels, (estimated, actual) in sums.items():
+        for labels, (estimated, actual) in totals.items():
             if estimated:
                 families.add("estimator_drift_ratio", actual / estimated, *labels)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import socketserver
-import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -13,9 +11,11 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
+from celery_budget.events import Logger
+
 __all__ = ["PATH", "serve"]
 
-logger = logging.getLogger(__name__)
+logger = Logger(__name__)
 
 PATH = "/metrics"
 #: How long a client may take for its request, or to take the answer.
@@ -36,24 +36,20 @@ def serve(host: str, port: int, answer: Answer, stop: threading.Event) -> None:
 
     :param answer: gives the body and its type for a scrape's ``Accept``.
     """
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{port}{PATH}"
     told = False
     while not stop.is_set():
         try:
             server = _server(host, port, answer)
         except OSError as error:
             if not told:
-                logger.warning(
-                    "metrics cannot be served on %s port %s: %s; it is tried again",
-                    host,
-                    port,
-                    error,
-                )
+                logger.event("metrics.unserved", address=address, error=error)
             told = True
             stop.wait(AGAIN_SECONDS)
             continue
         with server:
-            shown = f"[{host}]" if ":" in host else host
-            logger.info("metrics are served on http://%s:%s%s", shown, port, PATH)
+            logger.event("metrics.served", address=address)
             while not stop.is_set():
                 server.handle_request()
 
@@ -71,7 +67,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no fault of ours."""
-        logger.debug("a scrape from %s was not answered", client_address, exc_info=sys.exc_info())
+        logger.event("metrics.unanswered", exc_info=True)
 
 
 def _server(host: str, port: int, answer: Answer) -> _Server:
@@ -102,5 +98,4 @@ class _Scrape(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - as http.server calls it
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as its base has it
-        """Scrapes come every few seconds."""
-        logger.debug(format, *args)
+        """Nothing: scrapes come every few seconds."""

@@ -81,7 +81,7 @@ class Waiting:
 class RefusedFor:
     """What a budget has refused for one reason.
 
-    :ivar count: how often, since the ledger counts.
+    :ivar count: how often, in the last 31 days.
     :ivar last_us: when that was last; with what was requested then, and by which task.
     """
 

@@ -125,7 +125,7 @@ def _overview(
         tuple(BudgetSeen(*one) for one in seen[:limit]),
         len(seen) > limit,
         tuple(one for one in lanes if containing.casefold() in one.lane.name.casefold()),
-        tuple(parked_in(connection, root, listed, None, containing)),
+        tuple(parked_in(connection, root, listed, containing)),
         queued_in(connection, root),
         tuple(quarantined_in(connection, root, listed, containing)),
         quarantine.count_by_reason(connection, root),

@@ -58,18 +58,16 @@ class Queued:
         return asdict(self)
 
 
-def parked(
-    store: Store, settings: Settings, limit: int, budget: str | None = None
-) -> list[ParkedRequest]:
-    """Return what is parked, budget by budget or for one, in the order in which it is served."""
-    return store.read(parked_in, settings.root, limit, budget)
+def parked(store: Store, settings: Settings, limit: int) -> list[ParkedRequest]:
+    """Return what is parked, budget by budget, in the order in which it is served."""
+    return store.read(parked_in, settings.root, limit)
 
 
 def parked_in(
-    connection: Connection, root: str, limit: int, budget: str | None = None, containing: str = ""
+    connection: Connection, root: str, limit: int, containing: str = ""
 ) -> list[ParkedRequest]:
     """As :func:`parked`; only what has a text in a name or an id, where one is given."""
-    return [_shown(row) for row in queues.listed(connection, root, limit, budget, containing)]
+    return [_shown(row) for row in queues.listed(connection, root, limit, containing)]
 
 
 def find_parked(store: Store, settings: Settings, some_id: str) -> ParkedRequest | None:

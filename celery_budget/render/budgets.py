@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from celery_budget.core.budgets import MILLION, Balance, Budget, Share, most, thresholds_text
@@ -95,7 +94,7 @@ def _balance_row(balance: Balance, depth: int, periodic: bool) -> list[Text | st
     ]
 
 
-def _templates_table(templates: Sequence[Template]) -> Table:
+def _templates_table(templates: Sequence[Template]) -> RenderableType:
     rows: list[list[Text | str]] = []
     for template in templates:
         budget = template.budget
@@ -223,7 +222,7 @@ def _weight(budget: Budget) -> str | None:
     return {0: "0, goes last", 1: None}.get(budget.weight, number(budget.weight))
 
 
-def _grants_table(grants: Sequence[Grant]) -> Table:
+def _grants_table(grants: Sequence[Grant]) -> RenderableType:
     rows: list[list[Text | str]] = [
         [
             literal(grant.key),

@@ -24,7 +24,7 @@ _TIMES = tuple(
     for what in ("waits", "runs")
     for figure in ("measured", "p50_seconds", "p95_seconds", "p99_seconds")
 )
-_REFUSED = tuple(f"budget_refused_{reason}" for reason in REFUSED)
+_REFUSED = tuple(f"refusals_{reason}" for reason in REFUSED)
 
 #: The columns, always all of them, in this order.
 COLUMNS = (
@@ -36,7 +36,7 @@ COLUMNS = (
     *MEANING,
     *(f"failed_{how}" for how in FAILURES),
     *_TIMES,
-    "budget_refused",
+    "refusals",
     *_REFUSED,
     *(f"balance_{name}" for name in _BALANCE),
 )
@@ -89,8 +89,8 @@ def _whole(report: Report) -> Iterator[Row]:
 def _refused(report: Report, budget: str | None) -> Row:
     """Return how often a budget was short, in all and by reason."""
     found = {one.reason: one.count for one in report.refusals if one.budget == budget}
-    by_reason = {f"budget_refused_{reason}": found.get(reason, 0) for reason in REFUSED}
-    return {"budget_refused": sum(found.values()), **by_reason}
+    by_reason = {f"refusals_{reason}": found.get(reason, 0) for reason in REFUSED}
+    return {"refusals": sum(found.values()), **by_reason}
 
 
 def _grouped(by: str, groups: tuple[Group, ...]) -> Iterator[Row]:

@@ -60,6 +60,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     made.filters.update(number=number, printable=printable)
     return made
@@ -72,8 +73,8 @@ def report_html(report: Report, made: datetime | None = None) -> str:
     """
     plotted = top_budgets(_drawable(report), PLOTTED)
     names = {balance.budget for balance in plotted}
-    # With a filter, or up to a time that is over, days do not add up to what is spent now.
-    running = report.budget is None and report.stage is None and report.until_us is None
+    # The days of one stage, or up to a time that is over, do not add up to what is spent now.
+    running = report.stage is None and report.until_us is None
     page: dict[str, Any] = {
         "report": report,
         "made": (made or datetime.now(timezone.utc)).astimezone(timezone.utc),

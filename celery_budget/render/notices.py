@@ -11,7 +11,7 @@ from celery_budget.render.text import duration, number, printable
 
 __all__ = ["Notice", "notices"]
 
-#: So many budgets are named one by one.
+#: So many budgets, and estimators, are named one by one.
 _NAMED = 5
 
 
@@ -45,10 +45,13 @@ def _notices(report: Report) -> Iterator[Notice]:
             yield Notice("odd", f"The relay on {who}, was last seen {seen} ago.")
     if not report.relays:
         yield Notice("bad", "No relay runs: what is admitted is published once one does.")
-    for drift in report.drift:
-        if drift.above:
-            told = advice(drift).plain
-            yield Notice("odd", f"{told[0].upper()}{told[1:]}.")
+    above = [drift for drift in report.drift if drift.above]
+    for drift in above[:_NAMED]:
+        told = advice(drift).plain
+        yield Notice("odd", f"{told[0].upper()}{told[1:]}.")
+    if above[_NAMED:]:
+        more = number(len(above) - _NAMED)
+        yield Notice("odd", f"{more} more estimators promise too little.")
     if report.counts.get("lost"):
         lost = number(report.counts["lost"])
         yield Notice("odd", f"{lost} ran with an unknown outcome (lost), and were charged.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from celery_budget.reconcile import (
@@ -57,12 +56,6 @@ _BAD = "bold red"
 _GOOD = "green"
 _STYLES = {"bad": _BAD, "odd": "yellow", "dim": "dim"}
 
-#: Between two columns; to how many columns all names of a row are folded beside numbers, and what
-#: is said behind them.
-_GAP = 3
-_NARROW = 36
-_WORD = 9 + _GAP
-
 #: Open work that is no request, in the singular.
 _OPEN = {
     "cancelling": "cancellation requested",
@@ -73,51 +66,10 @@ _OPEN = {
 }
 
 
-class _GridView:
-    """A grid as a table; as several with some of its numbers each where a terminal is narrow."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for part, columns in enumerate(_parts(self._grid, options.max_width)):
-            if part:
-                yield Text()
-            rows = [
-                [literal(row[at].text, _STYLES.get(row[at].kind, "")) for at in columns]
-                for row in self._grid.rows
-            ]
-            names = [self._grid.columns[at] for at in columns]
-            yield table_of(names, rows, numbers=self._grid.numbers)
-
-
-def _parts(grid: Grid, width: int) -> list[list[int]]:
-    """Return the columns of each table: those that name a row, and numbers as there is room."""
-    every = range(len(grid.columns))
-    heads = [cell_len(name) + _GAP for name in grid.columns]
-    widths = [
-        max(heads[at], *(cell_len(row[at].text) + _GAP for row in grid.rows)) if grid.rows else 0
-        for at in every
-    ]
-    numbers = [at for at in every if grid.columns[at] in grid.numbers]
-    before = [at for at in every if not numbers or at < numbers[0]]
-    after = [at for at in every if at not in numbers and at not in before]
-    # Words are folded, to no less than this.
-    least = _NARROW // max(1, len(before))
-    room = width - sum(min(widths[at], max(heads[at], least)) for at in before)
-    room -= sum(min(widths[at], _WORD) for at in after) - _GAP
-    parts: list[list[int]] = [[]]
-    for at in numbers:
-        if parts[-1] and sum(widths[one] for one in (*parts[-1], at)) > room:
-            parts.append([])
-        parts[-1].append(at)
-    parts[-1] += after
-    return [before + part for part in parts]
-
-
 def grid_table(grid: Grid) -> RenderableType:
-    """Return a grid as a table that stays readable where a terminal is narrow."""
-    return _GridView(grid)
+    """Return a grid as a table."""
+    rows = ([literal(cell.text, _STYLES.get(cell.kind, "")) for cell in row] for row in grid.rows)
+    return table_of(grid.columns, rows, numbers=grid.numbers)
 
 
 def counts_table(counts: Mapping[str, int]) -> RenderableType:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +31,12 @@ _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (0.001, "ms
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 #: Wider than any line: nothing is wrapped or cut where no terminal sets a width.
 _NO_WIDTH = 100_000
+
+#: Between two columns of a table.
+_GAP = 3
+#: To how little words are folded rather than that a table is split, the one name of a row, and at
+#: all.
+_WORD, _NAME, _SHORT = 9, 24, 6
 
 
 def number(amount: int | None) -> str:
@@ -93,27 +99,89 @@ def facts(of: Mapping[str, str | None]) -> Table:
 
 def table_of(
     columns: Sequence[str], rows: Iterable[Sequence[Text | str]], numbers: Collection[str] = ()
-) -> Table:
+) -> RenderableType:
     """Return a table; where a terminal is too narrow for it, text is folded and nothing is cut.
+
+    Where that is not enough it is several tables, each with what names a row and some numbers.
 
     :param columns: the headings; a column without heading or content is left out.
     :param numbers: columns that are right-aligned and never folded.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    table_rows = list(rows)
-    shown = [at for at, name in enumerate(columns) if name or any(row[at] for row in table_rows)]
-    for at in shown:
-        name = columns[at]
-        widest = max([cell_len(str(row[at])) for row in table_rows], default=0)
-        table.add_column(
-            name,
-            justify="right" if name in numbers else "left",
-            overflow="fold",
-            min_width=max(len(name), widest if name in numbers else 0),
-        )
-    for row in table_rows:
-        table.add_row(*(row[at] for at in shown))
-    return table
+    return _Folding(columns, [list(row) for row in rows], numbers)
+
+
+class _Folding:
+    """What :func:`table_of` returns: laid out when the width is known."""
+
+    def __init__(
+        self, columns: Sequence[str], rows: list[list[Text | str]], numbers: Collection[str]
+    ) -> None:
+        self._rows = rows
+        self._shown = [
+            at for at, name in enumerate(columns) if name or any(row[at] for row in rows)
+        ]
+        self._columns = columns
+        self._widths = [
+            max(cell_len(str(one)) for one in (name, *(row[at] for row in rows)))
+            for at, name in enumerate(columns)
+        ]
+        self._numbers = [at for at in self._shown if columns[at] in numbers]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part, columns in enumerate(self._parts(options.max_width)):
+            if part:
+                yield Text()
+            yield self._table(columns, options.max_width)
+
+    def _parts(self, width: int) -> list[list[int]]:
+        """Return the columns of each table: those that name a row, and numbers as there is room."""
+        first = min(self._numbers, default=len(self._columns))
+        before = [at for at in self._shown if at < first]
+        after = [at for at in self._shown if at > first and at not in self._numbers]
+        least = max(_WORD, _NAME // max(1, len(before)))
+        room = width - sum(self._least(at, least) + _GAP for at in before)
+        room -= sum(self._least(at, _WORD) + _GAP for at in after) - _GAP
+        parts: list[list[int]] = [[]]
+        for at in self._numbers:
+            taken = sum(self._widths[one] + _GAP for one in parts[-1])
+            if parts[-1] and taken + self._widths[at] > room:
+                parts.append([])
+            parts[-1].append(at)
+        parts[-1] += after
+        return [sorted(before + part) for part in parts]
+
+    def _least(self, at: int, least: int) -> int:
+        """Return to how little a column of words is folded."""
+        return min(self._widths[at], max(len(self._columns[at]), least))
+
+    def _table(self, columns: Sequence[int], width: int) -> Table:
+        widths = self._fitted(columns, width)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+        for at in columns:
+            number = at in self._numbers
+            table.add_column(
+                self._columns[at],
+                justify="right" if number else "left",
+                overflow="fold",
+                min_width=widths[at] if number else len(self._columns[at]),
+                width=None if number else widths[at],
+            )
+        for row in self._rows:
+            table.add_row(*(row[at] for at in columns))
+        return table
+
+    def _fitted(self, columns: Sequence[int], width: int) -> dict[int, int]:
+        """Return how wide columns are, the widest words folded first."""
+        widths = {at: self._widths[at] for at in columns}
+        words = [at for at in columns if at not in self._numbers]
+        beyond = sum(widths.values()) + _GAP * (len(widths) - 1) - width
+        while beyond > 0 and words:
+            widest = max(words, key=lambda at: widths[at])
+            if widths[widest] <= self._least(widest, _SHORT):
+                break
+            widths[widest] -= 1
+            beyond -= 1
+        return widths
 
 
 def as_text(

@@ -13,9 +13,8 @@ __all__ = ["Event", "events_of"]
 
 Row = dict[str, Any]
 
-#: Why a request ends that waited too long for its budget; and within what its row is written.
+#: Why a request ends that waited too long for its budget.
 _GIVEN_UP = "park_expired"
-_SECOND_US = 1_000_000
 
 #: What comes first of events at the same moment: a store's clock may be coarse.
 _ADMITTED, _SENT, _STARTED, _USED, _RETURNED, _ENDED, _LATE = range(7)
@@ -95,15 +94,7 @@ def _admission_events(story: Story) -> Iterator[Event]:
 
 def _was_never_admitted(story: Story) -> bool:
     """Whether a request was parked until it was given up: it is written where it ends."""
-    told = story.reservation
-    if story.attempts or told["state"] != "released":
-        return False
-    if told.get("parked_us") is not None:
-        # Noted in the transaction that ended it; of what was admitted, in an earlier one.
-        return bool(told["unparked_us"] >= told["ended_us"]) and not story.changes
-    if told.get("reason") != _GIVEN_UP:
-        return False
-    return bool(told["ended_us"] - told["created_us"] < _SECOND_US)
+    return story.reservation.get("admitted") is False
 
 
 def _message_event(message: Row) -> Event:

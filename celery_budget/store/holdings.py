@@ -13,6 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.tallies import DAY_US
 from celery_budget.store.claims import predecessor
 from celery_budget.store.schema import (
     attempts,
@@ -20,6 +21,7 @@ from celery_budget.store.schema import (
     exact_sum,
     instant,
     lines,
+    now_us,
     outbox,
     parked,
     refusals,
@@ -27,9 +29,20 @@ from celery_budget.store.schema import (
 )
 from celery_budget.store.stories import replayable
 
-__all__ = ["by_state", "first_waiting", "holders", "refused", "what_follows", "windows"]
+__all__ = [
+    "REFUSED_DAYS",
+    "by_state",
+    "first_waiting",
+    "holders",
+    "refused",
+    "what_follows",
+    "windows",
+]
 
 Rows = list[sa.Row[Any]]
+
+#: For how many days it is told what a budget has refused, that of today included.
+REFUSED_DAYS = 31
 
 
 def _held(root: str, budget: str) -> Any:
@@ -156,8 +169,16 @@ def first_waiting(
 
 
 def refused(connection: Connection, root: str, budget: str) -> Rows:
-    """Return what a budget has refused, by reason: how often, and the last that is kept of it."""
-    mine = sa.and_(refusals.c.root == root, refusals.c.budget == budget)
+    """Return what a budget has refused of late, by reason: how often, and the last that is kept.
+
+    In the last :data:`REFUSED_DAYS` days, of each of which a few rows are read.
+    """
+    today = connection.execute(sa.select(now_us())).scalar_one() // DAY_US
+    mine = sa.and_(
+        refusals.c.root == root,
+        refusals.c.day.in_(range(today - REFUSED_DAYS + 1, today + 1)),
+        refusals.c.budget == budget,
+    )
     counted = (
         sa.select(
             refusals.c.reason,

@@ -250,21 +250,12 @@ _SHOWN: tuple[Any, ...] = (
 )
 
 
-def listed(
-    connection: Connection,
-    root: str,
-    limit: int,
-    budget: str | None = None,
-    containing: str = "",
-) -> list[Row]:
+def listed(connection: Connection, root: str, limit: int, containing: str = "") -> list[Row]:
     """Return what is parked, budget by budget, in the order in which it is served.
 
-    :param budget: only what waits for this one.
     :param containing: only what has this in a name or an id, in whatever case.
     """
     where = [parked.c.root == root]
-    if budget is not None:
-        where.append(parked.c.budget == budget)
     if containing:
         names = ("budget", "owner", "task_name", "task_id", "request_id")
         found = (parked.c[name].icontains(containing, autoescape=True) for name in names)

@@ -13,6 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.core.tallies import DAY_US
 from celery_budget.store.claims import predecessor
 from celery_budget.store.journal import CHECKPOINT, of_balance
 from celery_budget.store.schema import (
@@ -311,24 +312,27 @@ def reused(connection: Connection, root: str, task_id: str) -> Rows:
 
 
 def refused_before(
-    connection: Connection, root: str, task_name: str, budgets: Iterable[str], until_us: int | None
+    connection: Connection, root: str, task_name: str, budgets: Iterable[str], until_us: int
 ) -> Rows:
     """Return the last refusals of a task by these budgets that the sample has kept.
 
-    A fixed number of rows is read for each budget. Whose they were is not known.
+    A bounded number of rows is read for each budget and stage. Whose they were is not known.
 
-    :param until_us: only those before.
+    :param until_us: only those before, of the same day and of that before it.
     """
+    day = until_us // DAY_US
     where = [
         refusals.c.root == root,
+        refusals.c.day.in_((day - 1, day)),
         refusals.c.budget.in_(sorted(set(budgets))),
         refusals.c.task_name == task_name,
+        refusals.c.refused_us <= until_us,
     ]
-    if until_us is not None:
-        where.append(refusals.c.refused_us <= until_us)
     return list(
         connection.execute(
-            sa.select(*(one for one in _columns(refusals) if one.name not in ("count", "slot")))
+            sa.select(
+                *(one for one in _columns(refusals) if one.name not in ("count", "slot", "day"))
+            )
             .where(*where)
             .order_by(refusals.c.refused_us.desc(), refusals.c.budget, refusals.c.reason)
             .limit(REFUSALS)

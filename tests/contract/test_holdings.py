@@ -162,3 +162,11 @@ def test_what_holds_nothing_is_refused(funded: Ledger) -> None:
         told(funded, "tenant:*")
     with pytest.raises(InvalidAmount):
         told(funded, amount=-1)
+
+
+def test_refusals_of_long_ago_are_not_told(funded: Ledger) -> None:
+    funded.admit(funded.request(101))
+    [row] = funded.rows("refusals")
+    for days, count in ((30, 1), (31, 0)):
+        funded.put("refusals", {"day": row.day - days})
+        assert sum(one.count for one in told(funded).refusals) == count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import _state
@@ -12,10 +12,16 @@ from celery_budget.integration.context import installed_on
 from celery_budget.integration.task import BudgetedFunction
 from tests.apps import steps, trying
 from tests.cluster import Cluster
+from tests.conftest import missing
 from tests.integration.support import Shop, make_app
 from tests.integration.tenant import Tenant
+from tests.services import chromium
+from tests.services.base import ServiceUnavailable
 from tests.services.postgres import PostgresServer
 from tests.services.redis import RedisServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +116,17 @@ def cluster(
 def tenant(cluster: Cluster) -> Tenant:
     """A budget of 100 tokens on the shared cluster."""
     return Tenant(cluster)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """The module's browser. While it runs, no other event loop can in this thread."""
+    try:
+        opened = chromium.browser()
+        found = opened.__enter__()
+    except ServiceUnavailable as error:
+        missing("Chromium", chromium.HOW_TO_GET, error)
+    try:
+        yield found
+    finally:
+        opened.__exit__(None, None, None)

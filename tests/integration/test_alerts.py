@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from celery import current_app
 
-from celery_budget import Alert, ConfigurationError, InvalidBudget, alert, budgeted
+from celery_budget import Alert, ConfigurationError, InvalidBudget, alert, budgeted, usage
+from celery_budget.integration.alerts import alerting_of
 from celery_budget.integration.service import RelayService
+from celery_budget.store import schema
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop
 
@@ -145,3 +147,23 @@ def test_thresholds_that_cannot_be_change_nothing(shop: Shop, given: Any) -> Non
     with pytest.raises(InvalidBudget, match="give shares of the limit"):
         shop.budget.set("tenant:a", alert_at=given)
     assert shop.budget.export() == before
+
+
+def test_drift_and_a_ledger_that_does_not_add_up(make_shop: Callable[..., Shop]) -> None:
+    shop = make_shop(budget_alert_drift_requests=2, budget_alert_at=())
+
+    @budgeted(budget="tenant:a", estimate=1, stage="draft")
+    @shop.app.task
+    def draft() -> None:
+        usage.record(2, key="one")
+
+    for _ in range(2):
+        draft.apply()
+    alerting_of(shop.budget).run_once()
+    [drift] = shop.budget.alerts()
+    assert (drift.alert.kind, drift.alert.value, drift.state) == ("drift", 2.0, "told")
+    assert drift.alert.subject == "draft (constant:1)"
+    shop.sql(schema.balances.update().values(spent=0))
+    shop.sql(schema.alert_looks.update().values(looked_us=0))
+    alerting_of(shop.budget).run_once()
+    assert {one.alert.kind for one in shop.budget.alerts()} == {"drift", "reconcile"}

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from celery_budget import BudgetedTask, ConfigurationError, budgeted
 from celery_budget.core.checkup import Facts, Finding, WorkerSeen
+from celery_budget.core.rules import judge
 from celery_budget.integration import checkup
 from celery_budget.integration.checkup import collect
 from celery_budget.integration.context import installed_on
@@ -211,33 +212,19 @@ def test_time_zones_that_this_host_does_not_know(on_both: Shop) -> None:
     on_both.sql(sa.text("UPDATE budget_budgets SET timezone = 'UTC' WHERE name = 'far'"))
 
 
-def test_a_worker_says_what_it_is(cluster: Cluster, run: Run) -> None:
-    told = run(cluster.app, "check", "--json", "--timeout", "10").json
-    by_rule = {one["id"]: one for one in told["findings"]}
+def test_a_worker_says_what_it_is(cluster: Cluster) -> None:
+    seen = collect(cluster.budget, 5.0)
+    by_rule = {one.id: one for one in judge(seen).findings}
     for rule in (
         "broker", "workers", "workers-extension", "workers-ledger", "workers-version",
         "workers-lease", "workers-clock", "pool-size", "max-connections", "relay", "spool",
     ):  # fmt: skip
-        assert by_rule[rule]["level"] == "ok", by_rule[rule]
-    [worker] = collect(cluster.budget, 10.0).workers or ()
+        assert by_rule[rule].level == "ok", by_rule[rule]
+    [worker] = seen.workers or ()
     assert (worker.pool, worker.concurrency, worker.prefetch) == ("prefork", 3, 3)
     assert (worker.root, worker.lease_seconds) == ("default", 10.0)
-
-
-def test_workers_with_another_ledger_or_none(cluster: Cluster) -> None:
-    """Seen from applications that share the broker only."""
-    other = make_app(
-        broker_url=cluster.app.conf.broker_url,
-        result_backend=None,
-        budget_database_url=f"sqlite:///{cluster.folder / 'other.db'}",
-        budget_root="other",
-        budget_lease_seconds=60,
-    )
-    budget = installed_on(other)
-    budget.init()
-    problems = {one.id: one.seen for one in budget.checkup(10.0).of("error")}
-    assert "has the root 'default', and here it is 'other'" in problems["workers-ledger"]
-    budget.store.dispose()
+    assert worker.ledger == seen.ledger
+    assert worker.schema == seen.schema
 
 
 def test_one_that_does_not_know_the_command_lacks_the_extension() -> None:

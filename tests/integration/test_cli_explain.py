@@ -203,7 +203,7 @@ def test_a_refusal_names_the_command_that_explains_it(shop: Shop, run: Run, name
 
 
 def test_what_is_not_parked_names_it_too(shop: Shop) -> None:
-    error = ParkingFull("acme", "tokens", 12, 7, 100, 60, 33, "held", 100, 5)
+    error = ParkingFull(5, "acme", "tokens", 12, 7, 100, 60, 33, "held", 100)
     assert "'celery -A PROJ budget explain --budget acme'" in str(error)
 
 

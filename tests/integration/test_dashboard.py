@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from celery_budget import budgeted
 from celery_budget.dashboard import create_app, looks
 from celery_budget.dashboard.guard import HEADERS
-from celery_budget.errors import StoreError
+from celery_budget.errors import MissingExtra, StoreError
 from celery_budget.store import schema
 from tests.integration.support import Shop
 
@@ -167,7 +167,8 @@ def test_a_budget_s_page(on_both: Shop, open_page: Open) -> None:
     document = client.get("/api/budget?name=tenant:acme").json()
     assert (document["room"], document["room_of"]) == (20, "tenant:acme")
     assert [one["what"] for one in document["journal"]] == ["reserve"]
-    assert [one["budget"] for one in document["parked"]] == ["tenant:acme"]
+    assert [one["task_name"] for one in document["waiting"]] == ["shop.patient"]
+    assert [(one["task_name"], one["held"]) for one in document["holds"]] == [("shop.draft", 60)]
     template = client.get("/budget?name=user:*").text
     assert "Template user:*" in template
     assert "0 budgets" in template
@@ -214,6 +215,27 @@ def test_the_plots(shop: Shop, open_page: Open) -> None:
     document = client.get("/api/report?days=31").json()
     assert {"days", "drift", "waits", "counts", "updated_at"} <= set(document)
     assert client.get("/api/report?days=nonsense").status_code == 200
+
+
+def test_metrics_are_served_beside_it(
+    shop: Shop, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = open_page(shop)
+    answer = client.get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    assert 'celery_budget_limit{budget="tenant:a",unit="tokens"} 10.0' in answer.text
+    opened = client.get(
+        "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    assert opened.text.endswith("# EOF\n")
+
+    def missing(*args: Any) -> Any:
+        raise MissingExtra("a Prometheus metric", "prometheus")
+
+    monkeypatch.setattr("celery_budget.dashboard.app.exposition", missing)
+    without = open_page(shop).get("/metrics")
+    assert without.status_code == 404
+    assert "celery-budget[prometheus]" in without.text.replace("&#39;", "'")
 
 
 def test_hostile_names_are_text(shop: Shop, open_page: Open) -> None:
@@ -272,6 +294,8 @@ def test_a_ledger_that_is_away_is_told_and_not_what_it_said(
             answer = client.get(path)
             assert answer.status_code == 503
             assert "database does not answer" in answer.text
+            # Without scripts it is loaded again all the same.
+            assert ('http-equiv="refresh"' in answer.text) is (path == "/")
             assert "secret-host" not in answer.text
             assert answer.headers["Retry-After"] == "5"
     deadline = time.monotonic() + 60

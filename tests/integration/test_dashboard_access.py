@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from django.conf import settings
 from fastapi import FastAPI
-from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.routing import Mount
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -31,7 +34,16 @@ def client(shop: Shop) -> TestClient:
     return client_of(create_app(shop.budget, TOKEN))
 
 
-PATHS = ["/", "/budget?name=tenant:a", "/request", "/plots", "/api/overview", "/nope", "/api/nope"]
+PATHS = [
+    "/",
+    "/budget?name=tenant:a",
+    "/request",
+    "/plots",
+    "/metrics",
+    "/api/overview",
+    "/nope",
+    "/api/nope",
+]
 
 
 def test_without_the_token_nothing_is_shown(client: TestClient) -> None:
@@ -165,29 +177,31 @@ def test_a_fault_of_who_decides_lets_nobody_in(shop: Shop) -> None:
     assert "tenant:a" not in answer.text
 
 
-def fastapi_app(dashboard: Any) -> Any:
-    app = FastAPI()
-    app.mount("/ops/budgets", dashboard)
-    return app
-
-
-def django_app(dashboard: Any) -> Any:
-    from django.conf import settings
-    from django.core.asgi import get_asgi_application
-
-    if not settings.configured:
+def as_documented(shop: Shop, framework: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the page's own code that mounts the dashboard, and return the application it makes."""
+    page = (Path(__file__).parents[2] / "docs" / "dashboard.md").read_text(encoding="utf-8")
+    [code] = re.findall(rf"```python\n(# {framework}.*?)```", page, re.DOTALL)
+    monkeypatch.setenv("BUDGET_TOKEN", TOKEN)
+    project = ModuleType("proj.celery")
+    project.budget = shop.budget  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "proj", ModuleType("proj"))
+    monkeypatch.setitem(sys.modules, "proj.celery", project)
+    if framework == "Django" and not settings.configured:
         settings.configure(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], SECRET_KEY="x")
-    routes = [Mount("/ops/budgets", dashboard), Mount("/", get_asgi_application())]
-    return Starlette(routes=routes)
+    known: dict[str, Any] = {"FastAPI": FastAPI, "os": os, "budget": shop.budget}
+    exec(code, known)  # noqa: S102 - it is our own page
+    return known["application" if framework == "Django" else "app"]
 
 
 #: Of the Django project in which it is mounted.
 urlpatterns: list[Any] = []
 
 
-@pytest.mark.parametrize("mounted", [fastapi_app, django_app], ids=["fastapi", "django"])
-def test_mounted_it_knows_where_it_is(shop: Shop, mounted: Callable[[Any], Any]) -> None:
-    client = client_of(mounted(create_app(shop.budget, TOKEN)))
+@pytest.mark.parametrize("framework", ["FastAPI", "Django"])
+def test_mounted_it_knows_where_it_is(
+    shop: Shop, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = client_of(as_documented(shop, framework, monkeypatch))
     assert client.get("/ops/budgets/").status_code == 401
     assert client.get("/elsewhere").status_code == 404
     opened = client.get(f"/ops/budgets/?token={TOKEN}")

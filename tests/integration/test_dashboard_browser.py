@@ -18,9 +18,6 @@ from playwright.sync_api import Browser, Page, expect
 from celery_budget.cli.dashboard import TOKEN as VARIABLE
 from celery_budget.store import schema
 from tests.cluster import ROOT, Cluster
-from tests.conftest import missing
-from tests.services import chromium
-from tests.services.base import ServiceUnavailable
 from tests.services.postgres import PostgresServer
 
 SECRET = "a-long-sesame"
@@ -28,23 +25,10 @@ SCREENSHOTS = Path(os.environ.get("BUDGET_SCREENSHOTS") or ROOT / ".screenshots"
 #: Milliseconds after which a test gives up waiting for a page.
 WAIT = 60_000
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 800}
+LONG = "w" * 248
 HOSTILE = "tenant:<img src=x onerror=alert(1)>"
 
 expect.set_options(timeout=WAIT)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """The module's browser. While it runs, no other event loop can in this thread."""
-    try:
-        opened = chromium.browser()
-        found = opened.__enter__()
-    except ServiceUnavailable as error:
-        missing("Chromium", chromium.HOW_TO_GET, error)
-    try:
-        yield found
-    finally:
-        opened.__exit__(None, None, None)
 
 
 def serve(cluster: Cluster, *arguments: str) -> str:
@@ -86,6 +70,9 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # In place, so that something was used.
     draft.apply((120, "acme"), {"used": 150})
     draft.apply((40, "globex"))
+    # As long as names may be, and nowhere to be broken.
+    budget.set(f"tenant:{LONG}", limit=2**63 - 1, unit="tokens", soft_stop=0.5)
+    cluster.task("quiet").delay(LONG)
     cluster.task("quiet").delay("free")
     cluster.task("quiet").delay(HOSTILE.removeprefix("tenant:"))
     yield cluster
@@ -135,6 +122,7 @@ def paths(shop: Cluster) -> dict[str, str]:
     return {
         "overview": "/",
         "budget": "/budget?name=tenant:globex",
+        "long": f"/budget?name=tenant:{LONG}",
         "request": f"/request?id={held}",
         "parked": f"/request?id={task_id}",
         "plots": "/plots",
@@ -281,7 +269,7 @@ def test_by_keyboard_alone(shop: Cluster, look: Look) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["overview", "budget", "request", "parked", "plots"])
+@pytest.mark.parametrize("name", ["overview", "budget", "long", "request", "parked", "plots"])
 def test_it_can_be_read_by_anybody_anywhere(
     shop: Cluster, look: Look, name: str, scheme: Any
 ) -> None:

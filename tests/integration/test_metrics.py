@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -112,6 +113,11 @@ def scrape(port: int, accept: str = "") -> str:
     return body
 
 
+def is_served(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_a_relay_serves_them(
     make_cluster: Callable[..., Cluster], embedded: dict[str, Any]
 ) -> None:
@@ -161,6 +167,22 @@ def test_a_port_without_the_library_is_an_error_at_the_start(
     without.start()
     assert without.alive
     without.stop()
+
+
+def test_whatever_the_relay_runs_in_serves_on_the_port_that_is_set(
+    make_shop: Callable[..., Shop],
+) -> None:
+    port = free_port()
+    shop = make_shop(budget_metrics_port=port)
+    service = RelayService(shop.budget)
+    service.start()
+    try:
+        eventually(lambda: is_served(port), bool, 30, "metrics are served")
+        assert samples_in(families(scrape(port)))["up", ()] == 1
+        assert service.alive
+    finally:
+        service.stop()
+    assert not is_served(port)
 
 
 @pytest.mark.parametrize("option", [["--metrics-port", "9464"], ["--metrics-host", "::"]])

@@ -108,6 +108,13 @@ def tasks(shop: Shop) -> Shop:
         def untraced(tenant: str) -> None:
             usage.record(4)
 
+        @shop.app.task(name="ask", base=BudgetedTask, **BUDGET)
+        def ask(tenant: str) -> None:
+            usage.record(1)
+            empty = trace.set_span_in_context(trace.INVALID_SPAN)
+            with trace.get_tracer("shop").start_as_current_span("its own trace", context=empty):
+                untraced.delay(tenant)
+
         @shop.app.task(name="again", base=BudgetedTask, bind=True, max_retries=1, **BUDGET)
         def again(self: Any, tenant: str) -> int:
             usage.record(1)
@@ -258,6 +265,15 @@ def test_a_retry_is_a_child_of_the_run_it_follows(tasks: Shop, traces: Traces) -
     assert first.status.is_unset
     assert ours(retried)["retries"] == 1
     assert [ours(span)["state"] for span in traces.named("budget.settle")] == ["waiting", "settled"]
+
+
+def test_what_a_task_publishes_is_a_child_of_the_span_that_it_is_in(
+    tasks: Shop, traces: Traces
+) -> None:
+    tasks.task("ask").delay("a")
+    work(tasks, settled(tasks, 2))
+    _, inner = traces.named("budget.reserve")
+    assert follows(inner, traces.only("its own trace"))
 
 
 def test_a_chain_is_one_trace(tasks: Shop, traces: Traces) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from prometheus_client import Metric
@@ -12,7 +12,7 @@ from celery_budget.core.budgets import Balance
 from celery_budget.core.lanes import Lane, Load
 from celery_budget.core.tallies import RUN, WAIT, bin_of
 from celery_budget.metrics import CATALOGUE
-from celery_budget.metrics.reading import Reading
+from celery_budget.metrics.reading import Reading, Sums
 from celery_budget.reconcile import Drift, LaneStanding, Queued
 from celery_budget.reconcile.figures import Amounts, Refusals
 from celery_budget.reconcile.totals import Total
@@ -73,8 +73,7 @@ def lane(name: str = "gpu", **changes: Any) -> LaneStanding:
 
 
 def reading(**changes: Any) -> Reading:
-    full = Reading(
-        balances=(balance(),),
+    sums = Sums(
         stages={"draft": stage()},
         drift=(
             Drift("draft", "constant", "1", 10, 40, 50),
@@ -82,6 +81,12 @@ def reading(**changes: Any) -> Reading:
         ),
         amounts=(amounts(),),
         refusals=(Refusals("tenant:a", "held", 3),),
+        seconds=1e-9,
+    )
+    added = {one.name: changes.pop(one.name) for one in fields(Sums) if one.name in changes}
+    full = Reading(
+        sums=replace(sums, **added),
+        balances=(balance(),),
         open_work={"running": 2, "cancelling": 1, "unclosed": 3, "due": 4, "untold": 5},
         overdue_us=7_500_000,
         parked=(Queued("tenant:a", 3, 12.5),),

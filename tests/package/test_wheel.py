@@ -23,6 +23,9 @@ PROBE = """
 import json, sys
 from importlib.metadata import entry_points, version
 import celery_budget
+from celery_budget.reconcile import Report
+from celery_budget.render.html import report_html
+assert report_html(Report((), {"admitted": 0})).endswith("</html>\\n"), "no page"
 found = {
     group: [(point.value, callable(point.load())) for point in entry_points(group=group)
             if point.name == "budget"]
@@ -59,6 +62,9 @@ def test_content(wheel: Path) -> None:
     }
     assert packaged == source
     assert "celery_budget/py.typed" in packaged
+    # No build step makes them: what the dashboard sends to browsers is in the package.
+    for name in ("static/dashboard.css", "static/dashboard.js", "templates/overview.html"):
+        assert f"celery_budget/dashboard/{name}" in packaged
     migrations = {name for name in packaged if name.startswith("celery_budget/store/migrations/")}
     assert "celery_budget/store/migrations/env.py" in migrations
     assert any("/versions/" in name and name.endswith(".py") for name in migrations)

@@ -40,7 +40,7 @@ def test_the_whole_has_a_row_for_each_budget() -> None:
     assert (acme["balance_limit"], acme["balance_reserved"]) == ("12000000", "800000")
     assert (acme["balance_available"], acme["balance_period"]) == ("1288596", "month")
     assert (acme["failed_transient"], acme["waits_p50_seconds"]) == ("310", "0.08")
-    assert (acme["budget_refused"], acme["budget_refused_held"]) == ("100", "100")
+    assert (acme["refusals"], acme["refusals_held"]) == ("100", "100")
     # An unlimited budget has no limit, and one that nobody drew on has nothing charged.
     assert rows["tenant:umbrella"]["balance_limit"] == ""
     assert rows["tenant:umbrella"]["charged"] == "0"
@@ -50,7 +50,7 @@ def test_the_whole_has_a_row_for_each_budget() -> None:
 def test_a_reason_without_a_column_is_in_the_sum() -> None:
     odd = replace(REPORT, refusals=(Refusals("org", "a new one", 3), Refusals("org", "held", 4)))
     [row] = [row for row in read(odd) if row["budget"] == "org"]
-    assert (row["budget_refused"], row["budget_refused_held"]) == ("7", "4")
+    assert (row["refusals"], row["refusals_held"]) == ("7", "4")
 
 
 def test_groups_have_a_row_for_each_budget_with_the_figures_of_the_group() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -10,9 +13,9 @@ import pytest
 from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.budgets import Balance, Budget
 from celery_budget.dashboard import create_app, words
-from celery_budget.dashboard.reads import FRESH_SECONDS, REMEMBERED, Reads
+from celery_budget.dashboard.reads import FRESH_SECONDS, REMEMBERED, THREADS, Reads
 from celery_budget.dashboard.tokens import SESSION_SECONDS, Token
-from celery_budget.errors import ConfigurationError, MissingExtra
+from celery_budget.errors import ConfigurationError, MissingExtra, StoreError
 from celery_budget.reconcile import BudgetSeen
 
 NOW = 1_800_000_000.5
@@ -111,6 +114,37 @@ def test_a_failure_is_shared_too_and_for_no_longer_than_a_moment() -> None:
     asyncio.run(look())
 
 
+def test_what_hangs_is_not_waited_for_and_takes_no_more_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery_budget.dashboard.reads.PATIENCE_SECONDS", 0.05)
+    go_on, begun = threading.Event(), []
+
+    def hang() -> str:
+        begun.append(threading.current_thread())
+        go_on.wait()
+        return "there again"
+
+    async def look() -> None:
+        reads = Reads()
+        keys = range(THREADS + 3)
+        failed = await asyncio.gather(
+            *(reads.get(key, hang) for key in keys), return_exceptions=True
+        )
+        assert {type(one) for one in failed} == {StoreError}
+        assert len(begun) == THREADS
+        assert all(thread.daemon for thread in begun)
+        go_on.set()
+        # What hung has let go of its threads before anybody else is served.
+        monkeypatch.setattr("celery_budget.dashboard.reads.PATIENCE_SECONDS", 60.0)
+        assert (await reads.get("another", hang)).value == "there again"
+
+    try:
+        asyncio.run(look())
+    finally:
+        go_on.set()
+
+
 def test_only_so_many_reads_are_remembered() -> None:
     ledger = Ledger()
     reads = Reads(lambda: ledger.clock)
@@ -190,9 +224,6 @@ def test_nobody_gets_in_by_an_omission() -> None:
 
 @pytest.mark.parametrize("package", ["starlette", "anyio"])
 def test_without_its_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    import builtins
-    import sys
-
     for name in [name for name in sys.modules if name.startswith("celery_budget.dashboard.")]:
         monkeypatch.delitem(sys.modules, name)
     real = builtins.__import__
@@ -205,3 +236,12 @@ def test_without_its_extra_it_names_it(monkeypatch: pytest.MonkeyPatch, package:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtra, match=r"celery-budget\[dashboard\]"):
         create_app(None, "sesame")  # type: ignore[arg-type]
+
+
+def test_the_command_line_does_without_the_extra() -> None:
+    """Every command loads what serves the dashboard; only that one needs its packages."""
+    probe = (
+        "import celery_budget.cli, sys; print(sorted({'starlette', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -26,7 +26,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
          "budget explain --budget tenant:acme'"],
     ),
     "ParkingFull": (
-        ("tenant:acme", "tokens", 12, 7, 100, 60, 33, "queued", 100, 5),
+        (5, "tenant:acme", "tokens", 12, 7, 100, 60, 33, "queued", 100),
         ["'tenant:acme'", "kept for a request that has waited", "budget_max_parked (5)",
          "budget parked list", "budget explain --budget tenant:acme'"],
     ),

@@ -131,10 +131,11 @@ def test_days_of_one_stage_are_not_taken_for_all_that_was_spent() -> None:
     whole = "9,911,404 of 12,000,000 tokens spent this month, 800,000 held"
     by_day = "tokens charged day by day; limit 12,000,000 tokens a month"
     assert whole in page().texts
-    for part in ({"stage": "draft"}, {"until_us": 1_893_556_000_000_000}, {"budget": "org"}):
+    for part in ({"stage": "draft"}, {"until_us": 1_893_556_000_000_000}):
         texts = page(replace(REPORT, **part)).texts
         assert by_day in texts
         assert whole not in texts
+    assert whole in page(replace(REPORT, budget="tenant:acme")).texts
 
 
 def test_the_page_says_what_it_is_of_and_when() -> None:
@@ -180,6 +181,9 @@ def test_what_needs_attention_comes_first_and_the_worst_of_it() -> None:
     assert (
         notices(replace(quiet, balances=many))[-1].text == "3 more budgets are over their limits."
     )
+    drifting = tuple(replace(DRIFT[2], stage=str(at)) for at in range(7))
+    told = [one.text for one in notices(replace(quiet, drift=drifting))]
+    assert (len(told), told[-1]) == (6, "2 more estimators promise too little.")
 
 
 def test_groups_have_no_column_for_what_is_nothing_in_all_of_them() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from celery_budget.core.tallies import bin_of
 from celery_budget.errors import MissingExtra, StoreError
 from celery_budget.metrics import CATALOGUE, BudgetCollector, Passes, collector, exposition
 from celery_budget.metrics.families import Families
-from celery_budget.metrics.reading import Reading
+from celery_budget.metrics.reading import Reading, Sums
 from celery_budget.metrics.series import BOUNDS
 from celery_budget.reconcile import Drift, Queued
 from celery_budget.reconcile.totals import Total
@@ -44,11 +45,13 @@ class Ledger:
         self.next: Reading | Exception = reading()
         self.on_look: Callable[[], object] = lambda: None
         self.looks = 0
+        self.taken_over: list[Sums | None] = []
         monkeypatch.setattr(collector, "look", self._look)
         monkeypatch.setattr(collector, "REST", 0)
 
-    def _look(self, store: Any, settings: Any) -> Reading:
+    def _look(self, store: Any, settings: Any, sums: Sums | None) -> Reading:
         self.looks += 1
+        self.taken_over.append(sums)
         self.on_look()
         if isinstance(self.next, Exception):
             raise self.next
@@ -328,6 +331,28 @@ def test_a_reading_that_takes_long_is_seldom(
     assert ledger.looks == 1
 
 
+def test_what_takes_long_to_add_up_is_taken_over(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "REST", 1)
+    scraped = BudgetCollector(ledger)
+    ledger.next = reading(seconds=1000.0)
+    scraped.exposition()
+    assert ledger.taken_over == [None]
+    sums = ledger.next.sums
+    ledger.next = replace(reading(balances=(balance(spent=33),)), sums=sums)
+    # How long the sums took does not keep the rest from being read.
+    assert samples(scraped)["spent", ("tenant:a", "tokens")] == 33
+    assert ledger.taken_over == [None, sums]
+    # After an outage nothing is taken over.
+    ledger.next = StoreError("down")
+    scraped.exposition()
+    ledger.next = reading()
+    while samples(scraped)["up", ()] == 0:
+        pass
+    assert ledger.taken_over[:2] + ledger.taken_over[-1:] == [None, sums, None]
+
+
 def test_one_reading_at_a_time_is_made(ledger: Ledger) -> None:
     ledger.set(metrics_seconds=1000.0)
     scraped = BudgetCollector(ledger)
@@ -347,19 +372,33 @@ def test_one_reading_at_a_time_is_made(ledger: Ledger) -> None:
     assert (found, ledger.looks) == ([1, 1, 1, 1], 1)
 
 
-def test_a_reading_that_hangs_holds_up_no_other_scrape(
+def test_a_reading_that_hangs_holds_up_no_scrape(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "BUSY_SECONDS", 0.01)
     scraped = BudgetCollector(ledger)
-    reads, goes_on = threading.Event(), threading.Event()
-    ledger.on_look = lambda: (reads.set(), goes_on.wait(30))
-    thread = threading.Thread(target=scraped.exposition)
-    thread.start()
-    assert reads.wait(30)
-    assert samples(scraped) == {("up", ()): 0}
+    assert samples(scraped)["up", ()] == 1
+    monkeypatch.setattr(collector, "WAIT_SECONDS", 0.01)
+    goes_on = threading.Event()
+    ledger.on_look = lambda: goes_on.wait(30)
+    for _ in range(2):
+        got = samples(scraped)
+        assert got.pop(("read_duration_seconds", ())) >= 0
+        assert got == {("up", ()): 0}
+    assert ledger.looks == 2
+    monkeypatch.setattr(collector, "WAIT_SECONDS", 30)
     goes_on.set()
-    thread.join(30)
+    assert samples(scraped)["up", ()] == 1
+
+
+def test_after_a_long_failure_it_is_tried_again_soon(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "REST", 1e9)
+    scraped = BudgetCollector(ledger)
+    ledger.next = StoreError("no answer in ten seconds")
+    assert samples(scraped)["up", ()] == 0
+    ledger.next = reading()
+    assert samples(scraped)["up", ()] == 1
 
 
 def test_registering_reads_nothing_and_names_all(ledger: Ledger) -> None:

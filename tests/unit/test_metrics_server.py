@@ -89,7 +89,7 @@ def test_a_port_that_is_taken_is_waited_for(
     first = start(port, b"first ")
     logged(caplog, "metrics are served")
     start(port, b"second ")
-    logged(caplog, f"metrics cannot be served on 127.0.0.1 port {port}")
+    logged(caplog, f"metrics cannot be served on http://127.0.0.1:{port}/metrics")
     assert ask(port)[2].startswith(b"first ")
     first.set()
     logged(caplog, "metrics are served", 2)

@@ -32,15 +32,18 @@ from celery_budget.render.budgets import (
     standing_view,
 )
 from celery_budget.render.documents import json_document
+from celery_budget.render.grids import Grid
 from celery_budget.render.reports import report_view
 from celery_budget.render.stories import stories_view
 from celery_budget.render.tables import (
     drift_table,
+    grid_table,
     relays_table,
     suggestions_table,
     verdict,
 )
 from celery_budget.render.text import as_text, literal, moment, number
+from tests.unit import sample
 
 BIG = 2**63 - 1
 ACME = Balance("acme", "tokens", 1_000_000, 250_000, 1234)
@@ -209,7 +212,10 @@ def test_a_narrow_terminal_folds_names_and_keeps_numbers_whole() -> None:
     balance = Balance("tenant:" + "x" * 50, "tokens", BIG, 0, 0)
     found = lines(balances_table([balance]), width=40)
     assert any(number(BIG) in line for line in found)
-    assert sum(line.split(" ")[0].count("x") for line in found) == 50
+    # In each of the tables that it takes.
+    tables = sum(line.startswith("budget ") for line in found)
+    assert tables > 1
+    assert sum(line.split(" ")[0].count("x") for line in found) == 50 * tables
 
 
 def test_a_terminal_gets_colour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,11 +476,11 @@ def test_a_story_tells_why_it_ended_and_what_it_waits_for() -> None:
 
 def test_what_was_given_up_was_never_admitted() -> None:
     ended = {"state": "released", "reason": "park_expired", "created_us": 2 * SECOND}
-    ended["ended_us"] = 2 * SECOND + 1
+    ended |= {"ended_us": 2 * SECOND + 1, "admitted": False}
     given_up = a_story(attempts=(), usage=(), reservation=ended)
     assert events(given_up) == ["given up: it waited too long for budget"]
     # One that was admitted first, and parked later.
-    late = a_story(attempts=(), usage=(), reservation={**ended, "created_us": 1})
+    late = a_story(attempts=(), usage=(), reservation={**ended, "admitted": True})
     assert events(late) == ["admitted", "released"]
 
 
@@ -487,3 +493,39 @@ def test_a_story_tells_what_shadows_would_have_promised() -> None:
     story = a_story(reservation={"shadows": '{"draft:3": 1, "draft:2": 1200}'})
     shown = [line.split() for line in lines(stories_view([story]))]
     assert ["shadows", "draft:2:", "1,200,", "draft:3:", "1"] in shown
+
+
+def test_a_report_has_every_section_and_fits_eighty_columns() -> None:
+    named = replace(
+        sample.BY_TENANT,
+        balances=sample.BALANCES[:4],
+        amounts=sample.BY_TENANT.amounts[:2],
+        groups=tuple(replace(one, amounts=one.amounts[:2]) for one in sample.groups()[:2]),
+        drift=sample.DRIFT[:4],
+    )
+    found = lines(report_view(named), width=80)
+    titles = ["Budgets", "Windows", "Requests", "Refused", "Parked", "Failures", "Lanes",
+              "Estimated and charged", "Estimated and actual", "Times", "Requests by tenant",
+              "Failures by tenant", "Times by tenant", "Estimated and charged by tenant",
+              "Relays", "Quarantine"]  # fmt: skip
+    assert [line for line in found if line in titles] == titles
+    assert found[0] == "Requests admitted since 2029-12-27 (UTC)"
+    text = "\n".join(found)
+    assert "month    2030-01-01   2030-02-01   org, tenant:acme, tenant:initech" in text
+    assert "tenant:acme       31   20.8 min" in text
+    assert ["tenant:initech", "exhausted", "1,100"] in [line.split()[:3] for line in found]
+    assert max(map(len, found)) <= 80
+
+
+def test_a_grid_that_is_too_wide_is_several() -> None:
+    columns = ["name", *(f"figure {at}" for at in range(6))]
+    rows = [("x" * 30, *["1,000,000,000"] * 6), ("y", *["2"] * 6)]
+    grid = Grid.of("t", columns, rows, columns[1:])
+    wide, narrow = as_text(grid_table(grid)), lines(grid_table(grid), width=60)
+    assert len(wide.splitlines()) == 4
+    assert max(map(len, narrow)) <= 60
+    for at in range(6):
+        assert sum(f"figure {at}" in line for line in narrow) == 1
+    assert sum(line.count("1,000,000,000") for line in narrow) == 6
+    assert sum(line.startswith("name") for line in narrow) == 3
+    assert as_text(grid_table(Grid.of("t", ["a"], [], ["a"]))).split() == ["a", "─"]

@@ -152,12 +152,12 @@ def test_what_was_never_admitted_is_said_to_be_given_up(reason: str, told: str) 
     ended = {
         "state": "released", "reason": reason, "parked_us": 0, "unparked_us": 9 * SECOND,
         "created_us": 9 * SECOND, "ended_us": 9 * SECOND, "parked_budget": "acme",
-        "parked_reason": "held",
+        "parked_reason": "held", "admitted": False,
     }  # fmt: skip
     found = events(a_story(attempts=(), usage=(), reservation=ended))
     assert found[-1] == told
     assert "admitted" not in found
-    admitted = {**ended, "unparked_us": SECOND}
+    admitted = {**ended, "admitted": True}
     assert "admitted" in events(a_story(attempts=(), usage=(), reservation=admitted))
 
 

@@ -145,6 +145,12 @@ BAD: list[Any] = [
     ("batch_size", "many", "an integer"),
     ("batch_size", 10_001, "at most 10000"),
     ("max_deliveries", -3, "an integer"),
+    ("metrics_port", 65_536, "at most 65535, or 0 for none"),
+    ("metrics_port", -1, "an integer"),
+    ("metrics_port", False, "an integer"),
+    ("metrics_labels", 0, "above 0"),
+    ("metrics_labels", 10_001, "at most 10000"),
+    ("metrics_host", "", "text"),
     ("brokers", "amqp://eu//", "no mapping"),
     ("brokers", {"": "amqp://eu//"}, "the name ''"),
     ("brokers", {"e u": "amqp://eu//"}, "the name 'e u'"),
@@ -159,6 +165,10 @@ def test_a_value_that_cannot_work_is_named(name: str, value: Any, said: str) -> 
         read(**{"database_url": URL, name: value})
     assert str(caught.value).startswith(f"budget_{name}")
     assert said in str(caught.value)
+
+
+def test_a_port_may_be_none() -> None:
+    assert read(database_url=URL, metrics_port=0).metrics_port == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("batch_size", 20.0), ("lease_seconds", 90)])

@@ -61,7 +61,7 @@ def figure(
         tag(
             "details",
             tag("summary", "Figures", tag("span", f" of {caption}", class_="cb-unseen")),
-            tag("div", table, class_="cb-scroll", tabindex="0", role="region", aria_label=caption),
+            tag("div", table, class_="cb-scroll", tabindex="0", role="group", aria_label=caption),
             **({"open": ""} if opened else {}),
         ),
         class_="cb-figure",

@@ -61,7 +61,7 @@ def drift_plot(drifts: Sequence[Drift], most: int = 12) -> Markup:
         ]
         for drift in drifts
     ]
-    columns = ["stage, estimator", "requests", "estimated", "actual", "ratio", ""]
+    columns = ["stage, estimator", "requests", "estimated", "actual", "ratio", "verdict"]
     drawing = picture(_NAME, caption, told, _ROW * len(drawn) + _BELOW, *parts, wide=True)
     return figure(_NAME, caption, note, drawing, columns, rows, opened=True)
 
