@@ -25,7 +25,7 @@ def comparison_view(found: Comparison) -> RenderableType:
     if found.differences:
         rows = [row for one in found.differences for row in _rows(one)]
         columns = ["day", "model", "", "export", "ledger", "difference", "per cent", "where"]
-        parts += [Text(), table_of(columns, rows, numbers=columns[3:7])]
+        parts += [Text(), table_of(columns, rows, numbers=["day", *columns[3:7]])]
     if found.totals:
         rows = [[name, *_amounts(one)] for name, one in found.totals.items()]
         columns = ["total", "export", "ledger", "difference", "per cent"]
@@ -70,9 +70,9 @@ def _decimal(value: Decimal | None) -> str:
 
 def _notes(found: Comparison) -> Iterator[Text]:
     for count, said in (
-        (found.unnamed, "name no model, since they were recorded by hand, and are not compared"),
-        (found.unpriced, "have no cost, since their tasks draw on no budget in money"),
-        (found.partial, "are of replies that did not tell all they used"),
+        (found.unnamed, "recorded by hand, with no model, and not compared"),
+        (found.unpriced, "without a cost, since their tasks draw on no budget in money"),
+        (found.partial, "of replies that did not tell all they used"),
     ):
         if count:
-            yield Text(f"{number(count)} records of these days {said}", "dim")
+            yield Text(f"records of these days {said}: {number(count)}", "dim")

@@ -50,7 +50,7 @@ def pending_table(pending: Sequence[Pending]) -> RenderableType:
                 ago(one.oldest_seconds * 1_000_000),
                 Text(number(one.overdue) if one.overdue else "", _BAD),
                 Text(ago(one.overdue_seconds * 1_000_000) if one.overdue else "", _BAD),
-                literal(f"{STEPS[one.kind][1]}, {STEPS[one.kind][2]}".replace("`", "")),
+                literal(STEPS[one.kind][1]),
             ]
             for one in pending
         ),

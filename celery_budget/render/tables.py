@@ -228,7 +228,7 @@ def verdict(reconciliation: Reconciliation, requests: int) -> RenderableType:
 
     :param requests: how many were admitted.
     """
-    if reconciliation.ok:
+    if not reconciliation.mismatches:
         return Text.assemble(
             ("the ledger adds up: ", _GOOD),
             still_open(requests, reconciliation.open_work, reconciliation.overdue_seconds),

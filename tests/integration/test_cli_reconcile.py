@@ -178,6 +178,7 @@ def test_results_that_are_not_stored_fail(shop: Shop, run: Run) -> None:
     shop.app.backend.store_result(ids[0], 1, "SUCCESS")
     done = run(shop.app, "reconcile", "--results", "10")
     assert done.code == 1
+    assert done.out.startswith("the ledger adds up: 4 requests, nothing open\n")
     assert "results: 2 looked up, 1 not stored\n" in done.out
     assert f"- task {ids[1]} (reconciled.stored) has returned, and the result" in done.out
     assert run(shop.app, "reconcile", "--results", "1").code == 0, "of the last one nobody can tell"
@@ -260,7 +261,13 @@ def test_an_invoice_that_differs(spent: Shop, run: Run, tmp_path: Path) -> None:
     assert found.json["differences"][0]["measures"]["input"] == {
         "invoice": "70", "ledger": "100", "difference": "-30", "percent": "-42.86",
     }  # fmt: skip
+    _, by_hand = ledger_of(spent).start(1, budget="tenant:b")
+    by_hand.record(1)
+    by_hand.end(RETURNED)
+    by_hand.close()
+    spent.sql(schema.usage.update().values(recorded_us=1796040000_000_000))
     done = run(spent.app, "reconcile", "--invoice", str(file), *options, "--tolerance", "50")
+    assert "recorded by hand, with no model, and not compared: 1\n" in done.out
     assert "in 1 day and model" in done.out
 
 
