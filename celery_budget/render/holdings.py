@@ -10,7 +10,7 @@ from rich.text import Text
 from celery_budget.core.budgets import Balance
 from celery_budget.reconcile import Asking, BudgetStory
 from celery_budget.render.stories import next_table
-from celery_budget.render.text import literal, moment, number, table_of
+from celery_budget.render.text import instant, literal, number, table_of
 
 __all__ = ["budget_view"]
 
@@ -57,8 +57,8 @@ def _parts(told: BudgetStory) -> Iterator[RenderableType]:
         yield _holds(told)
     past = [window for window in told.windows if not window.is_open]
     if past:
-        rows = [(moment(one.start_us), number(one.reserved), number(one.spent)) for one in past]
-        columns = ["held from a window that has ended, begun", "reserved", "spent"]
+        rows = [(instant(one.start_us), number(one.reserved), number(one.spent)) for one in past]
+        columns = ["held from a window that has ended, begun (UTC)", "reserved", "spent"]
         yield table_of(columns, rows, numbers=columns)
     if told.frees:
         yield next_table([(one.at_us, one.what) for one in told.frees])
@@ -93,7 +93,7 @@ def _holds(told: BudgetStory) -> RenderableType:
     rows: list[list[Text | str]] = []
     for hold in told.holds:
         step = hold.next[0] if hold.next else None
-        by = "" if step is None or step.at_us is None else f", by {moment(step.at_us)}"
+        by = "" if step is None or step.at_us is None else f", by {instant(step.at_us)} (UTC)"
         where = hold.state if hold.worker is None else f"{hold.state} on {hold.worker}"
         rows.append(
             [
@@ -101,7 +101,7 @@ def _holds(told: BudgetStory) -> RenderableType:
                 literal(f"{hold.task_name}[{hold.task_id}]"),
                 literal(hold.owner),
                 literal(where),
-                moment(hold.since_us),
+                instant(hold.since_us),
                 literal("" if step is None else f"{step.what}{by}"),
             ]
         )
@@ -110,8 +110,8 @@ def _holds(told: BudgetStory) -> RenderableType:
         shown = sum(hold.held for hold in told.holds)
         left = number(sum(told.held.values()) - shown)
         rows.append([left, f"{number(rest)} more, each of them less", "", "", "", ""])
-    columns = ["held", "by", "owner", "state", "since", "next"]
-    return table_of(columns, rows, numbers=["held", "since"])
+    columns = ["held", "by", "owner", "state", "since (UTC)", "next"]
+    return table_of(columns, rows, numbers=["held", "since (UTC)"])
 
 
 def _waiting(told: BudgetStory) -> RenderableType:
@@ -126,16 +126,21 @@ def _waiting(told: BudgetStory) -> RenderableType:
                 number(one.amount),
                 literal(f"{one.task_name}[{one.task_id}]"),
                 literal(one.owner),
-                moment(one.since_us),
-                moment(one.deadline_us),
+                instant(one.since_us),
+                instant(one.deadline_us),
                 Text(", ".join(marks)),
             ]
         )
     if told.parked > len(told.waiting):
         more = f"{number(told.parked - len(told.waiting))} more after these"
         rows.append(["", more, "", "", "", ""])
-    columns = ["needs", f"waits ({number(told.parked)})", "owner", "since", "given up", ""]
-    return table_of(columns, rows, numbers=["needs", "since", "given up"])
+    times = ["since (UTC)", "given up (UTC)"]
+    columns = ["needs", "waits", "owner", *times, ""]
+    many = "request waits" if told.parked == 1 else "requests wait"
+    return Group(
+        Text(f"{number(told.parked)} {many} for it, in the order of their turns"),
+        table_of(columns, rows, numbers=["needs", *times]),
+    )
 
 
 def _refusals(told: BudgetStory) -> RenderableType:
@@ -143,11 +148,11 @@ def _refusals(told: BudgetStory) -> RenderableType:
         [
             literal(one.reason),
             number(one.count),
-            moment(one.last_us),
+            instant(one.last_us),
             number(one.requested),
             literal(one.task_name),
         ]
         for one in told.refusals
     ]
-    columns = ["refused", "times", "last", "of", "task"]
-    return table_of(columns, rows, numbers=["times", "last", "of"])
+    columns = ["refused", "times", "last (UTC)", "of", "task"]
+    return table_of(columns, rows, numbers=["times", "last (UTC)", "of"])

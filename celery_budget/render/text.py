@@ -34,9 +34,10 @@ _NO_WIDTH = 100_000
 
 #: Between two columns of a table.
 _GAP = 3
-#: To how little words are folded rather than that a table is split, the one name of a row, and at
-#: all.
-_WORD, _NAME, _SHORT = 9, 24, 6
+#: To how little a column of words is folded. No word is broken for it: ids and names stay whole.
+_WORD = 9
+#: Into how many tables one is split; where that would take more, a row is a list.
+_PARTS = 3
 
 
 def number(amount: int | None) -> str:
@@ -104,6 +105,8 @@ def table_of(
     """Return a table; where a terminal is too narrow for it, text is folded and nothing is cut.
 
     Where that is not enough it is several tables, each with what names a row and some numbers.
+    Where a word, such as an id, would have to be broken, or that takes many tables, each row is a
+    list of its own, with a line for each column.
 
     :param columns: the headings; a column without heading or content is left out.
     :param numbers: columns that are right-aligned and never folded.
@@ -127,33 +130,53 @@ class _Folding:
             for at, name in enumerate(columns)
         ]
         self._numbers = [at for at in self._shown if columns[at] in numbers]
+        self._words = [
+            min(width, max(_WORD, cell_len(name), *(_longest(row[at]) for row in rows), 0))
+            for at, (name, width) in enumerate(zip(columns, self._widths, strict=True))
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for part, columns in enumerate(self._parts(options.max_width)):
+        parts = self._parts(options.max_width)
+        for part, columns in enumerate(parts):
             if part:
                 yield Text()
             yield self._table(columns, options.max_width)
+        if parts:
+            return
+        for at, row in enumerate(self._rows):
+            if at:
+                yield Text()
+            yield self._record(row)
 
     def _parts(self, width: int) -> list[list[int]]:
-        """Return the columns of each table: those that name a row, and numbers as there is room."""
+        """Return the columns of each table: those that name a row, and numbers as there is room.
+
+        None where there is no room for a number beside the words, or too little.
+        """
         first = min(self._numbers, default=len(self._columns))
         before = [at for at in self._shown if at < first]
         after = [at for at in self._shown if at > first and at not in self._numbers]
-        least = max(_WORD, _NAME // max(1, len(before)))
-        room = width - sum(self._least(at, least) + _GAP for at in before)
-        room -= sum(self._least(at, _WORD) + _GAP for at in after) - _GAP
+        room = width - sum(self._words[at] + _GAP for at in (*before, *after)) + _GAP
+        if room < max((self._widths[at] + _GAP for at in self._numbers), default=0):
+            return []
         parts: list[list[int]] = [[]]
         for at in self._numbers:
             taken = sum(self._widths[one] + _GAP for one in parts[-1])
-            if parts[-1] and taken + self._widths[at] > room:
+            if parts[-1] and taken + self._widths[at] + _GAP > room:
                 parts.append([])
             parts[-1].append(at)
         parts[-1] += after
-        return [sorted(before + part) for part in parts]
+        return [] if len(parts) > _PARTS else [sorted(before + part) for part in parts]
 
-    def _least(self, at: int, least: int) -> int:
-        """Return to how little a column of words is folded."""
-        return min(self._widths[at], max(len(self._columns[at]), least))
+    def _record(self, row: Sequence[Text | str]) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        heading = max(cell_len(self._columns[at]) for at in self._shown)
+        grid.add_column(style="bold", min_width=heading)
+        grid.add_column(overflow="fold")
+        for at in self._shown:
+            if str(row[at]):
+                grid.add_row(self._columns[at], row[at])
+        return grid
 
     def _table(self, columns: Sequence[int], width: int) -> Table:
         widths = self._fitted(columns, width)
@@ -178,11 +201,17 @@ class _Folding:
         beyond = sum(widths.values()) + _GAP * (len(widths) - 1) - width
         while beyond > 0 and words:
             widest = max(words, key=lambda at: widths[at])
-            if widths[widest] <= self._least(widest, _SHORT):
-                break
+            if widths[widest] <= self._words[widest]:
+                words.remove(widest)
+                continue
             widths[widest] -= 1
             beyond -= 1
         return widths
+
+
+def _longest(text: Text | str) -> int:
+    """Return how long the longest word of a text is."""
+    return max(map(cell_len, str(text).split()), default=0)
 
 
 def as_text(
