@@ -163,7 +163,7 @@ class InvoiceError(BudgetError, ValueError):
     """A provider's export cannot be read. Nothing was compared.
 
     :param name: of the file.
-    :param line: its number, from 1 on.
+    :param line: its number, from 1 on; 0 where it is the file itself.
     :param problem: what is wrong with it.
     """
 
@@ -174,7 +174,8 @@ class InvoiceError(BudgetError, ValueError):
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.name}, line {self.line}: {self.problem}"
+        where = f"{self.name}, line {self.line}" if self.line else self.name
+        return f"{where}: {self.problem}"
 
 
 class InvalidPeriod(BudgetError, ValueError):

@@ -229,7 +229,7 @@ def _shape(headers: list[str], name: str, line: int, columns: Mapping[str, str] 
             name,
             line,
             f"no column is known for the day, or none for tokens or cost, among "
-            f"{_listed(headers)}; say which they are: "
+            f"{_listed(headers)}; say which they are by --columns (columns=): "
             "day=HEADER,model=HEADER,input=HEADER,output=HEADER,cost=HEADER",
         )
     return shape

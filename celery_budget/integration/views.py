@@ -318,7 +318,7 @@ class Views:
                 return compare(iter(lambda: opened.readline(MOST_LINE), b""), os.fspath(file))
         except OSError as error:
             raise InvoiceError(
-                os.fspath(file), 1, f"it cannot be read: {error.strerror}"
+                os.fspath(file), 0, f"it cannot be read: {error.strerror}"
             ) from error
 
     def explain(self, some_id: str) -> list[shown.Story]:

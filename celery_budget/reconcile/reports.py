@@ -237,8 +237,8 @@ def _at(asked: Asked, ago: tuple[int | None, int | None], now_us: int) -> Asked:
     last = now_us if until is None else until
     if since is not None and since >= last:
         raise InvalidReport(
-            f"since= is {instant_name(since)}, and the period ends at {instant_name(last)}; give "
-            "one that has any time in it"
+            f"the period begins at {instant_name(since)} and ends at {instant_name(last)}; give "
+            "one that begins before it ends, and before now"
         )
     return replace(asked, since_us=since, until_us=until)
 

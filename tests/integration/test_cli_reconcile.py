@@ -275,7 +275,9 @@ def test_a_file_that_cannot_be_read_is_one_line_of_error(
     spent: Shop, run: Run, tmp_path: Path
 ) -> None:
     file = tmp_path / "usage.csv"
-    assert run(spent.app, "reconcile", "--invoice", str(file)).failed(1, "it cannot be read: No")
+    assert run(spent.app, "reconcile", "--invoice", str(file)).failed(
+        1, "usage.csv: it cannot be read: No"
+    )
     file.write_text("day,cost\n2026-11-30,1\n2026-11-30,one\n")
     done = run(spent.app, "reconcile", "--invoice", str(file))
     assert done.failed(1, "line 3: 'one' is no number of cost")
