@@ -1,7 +1,7 @@
 # One environment in .venv; stamps remember what was installed, so that a second run needs no network.
 #   make demo    needs only the package itself
 #   make test    installs the test and lint tools as well, into the same environment
-# Variables: PYTHON (interpreter for the environment), FILES (for demo), ARGS (for test, simulate, crash-matrix, soak and bench), SEEDS (for simulate and crash-matrix), JOBS (for soak).
+# Variables: PYTHON (interpreter for the environment), FILES and PAGE (for demo), ARGS (for test, simulate, crash-matrix, soak and bench), SEEDS (for simulate and crash-matrix), JOBS (for soak).
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,8 +17,8 @@ help: ## list the targets
 
 setup: $(FULL) ## create .venv with the package and all development tools
 
-demo: $(BASE) ## run the demo (FILES="..." are passed on)
-	$(BIN)/python examples/demo/run.py $(FILES)
+demo: $(BASE) ## run the demo (FILES="..." are passed on; PAGE=report.html writes its report as a page)
+	$(BIN)/python examples/demo/run.py $(if $(PAGE),--page '$(PAGE)') $(FILES)
 
 test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on; -n 0 for one process)
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)

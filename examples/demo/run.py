@@ -33,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from celery_budget import BudgetExceeded
 from celery_budget.reconcile import Reconciliation, Report
+from celery_budget.render.html import report_html
 from celery_budget.render.reports import report_view
 from celery_budget.render.text import as_text, literal
 
@@ -44,6 +45,8 @@ TENANT = "demo"
 BUDGET = f"tenant:{TENANT}"
 #: The part of all estimates, in percent, that the tenant's budget allows.
 SHARE_PERCENT = 60
+#: How many refusals are shown one by one.
+SHOWN = 10
 LARGEST_BYTES = 4 * 1024 * 1024
 WORKERS = 2
 DEADLINE_SECONDS = 120.0
@@ -237,7 +240,7 @@ class Dispatched:
 
 
 def dispatch(console: Console, signals: Signals, texts: Sequence[Text]) -> Dispatched:
-    """Ask for a task for each text; refusals are shown, the first one in full."""
+    """Ask for a task for each text; the first refusals are shown, the very first one in full."""
     results: dict[str, Any] = {}
     refused = 0
     for text in texts:
@@ -248,9 +251,11 @@ def dispatch(console: Console, signals: Signals, texts: Sequence[Text]) -> Dispa
             refused += 1
             if refused == 1:
                 say(console, f"refused {text.name}: {refusal}")
-            else:
+            elif refused <= SHOWN:
                 short = f"{refusal.requested:,} requested, {refusal.available:,} available"
                 say(console, f"refused {text.name}: {short}")
+    if refused > SHOWN:
+        say(console, f"refused {refused - SHOWN:,} more")
     say(console, f"{len(results)} admitted, {refused} refused before dispatch")
     return Dispatched(results, refused)
 
@@ -339,9 +344,28 @@ def check(
     return [*proved.mismatches, *wrong]
 
 
-def demo(console: Console, signals: Signals, texts: Sequence[Text]) -> None:
+def show_page(console: Console, report: Report, page: Path | None) -> None:
+    """Write the report as a page, or say how to get one.
+
+    :raises Failed: where the file cannot be written.
+    """
+    if page is None:
+        where = "make demo PAGE=report.html"
+    else:
+        try:
+            page.write_text(report_html(report), encoding="utf-8")
+        except OSError as error:
+            raise Failed(f"{page} cannot be written: {error.strerror}") from error
+        where = str(page.resolve())
+    console.print()
+    say(console, f"the report as a page with plots: {where}")
+    say(console, "a project of yours, live in a browser: celery -A PROJ budget dashboard")
+
+
+def demo(console: Console, signals: Signals, texts: Sequence[Text], page: Path | None) -> None:
     """Run the whole path once in a temporary folder.
 
+    :param page: a file for the report as HTML.
     :raises Failed: where something does not end as it should.
     """
     estimates = [text.estimate for text in texts]
@@ -370,6 +394,7 @@ def demo(console: Console, signals: Signals, texts: Sequence[Text]) -> None:
         wrong = check(report, proved, len(texts), dispatched.refused, actual)
         if wrong:
             raise Failed("it does not add up:\n" + "\n".join(f"- {one}" for one in wrong))
+        show_page(console, report, page)
 
 
 def main() -> int:
@@ -378,7 +403,9 @@ def main() -> int:
         description="Index text files under a budget too small for all of them."
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="by default the project's own")
-    names = parser.parse_args().files or own_files()
+    parser.add_argument("--page", type=Path, help="a file to write the report to, as HTML")
+    given = parser.parse_args()
+    names = given.files or own_files()
     signals = Signals()
     # These would override the demo's own settings.
     for variable in [name for name in os.environ if name.startswith("CELERY_")]:
@@ -393,7 +420,7 @@ def main() -> int:
         say(console, "there is no text to work on")
         return 2
     try:
-        demo(console, signals, texts)
+        demo(console, signals, texts, given.page)
     except Failed as failure:
         print(f"the demo failed: {failure}", file=sys.stderr)
         return 1

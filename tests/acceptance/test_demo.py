@@ -115,8 +115,11 @@ def count(said: str, name: str) -> int:
 def test_the_figures_are_those_of_the_files(demo: Demo, texts: Path) -> None:
     files = sorted(texts.iterdir())
     given = [*files, files[0], texts / "missing.py", texts]
-    status, said, complained = demo.run(*given)
+    page = demo.folder / "report.html"
+    status, said, complained = demo.run("--page", page, *given)
     assert (status, complained) == (0, ""), said
+    assert f"the report as a page with plots: {page}\n" in said
+    assert "tenant:demo" in page.read_text(encoding="utf-8")
     skipped = dict(re.findall(r"^skipped (.+): (.+)$", said, re.MULTILINE))
     assert skipped == {
         str(texts / "empty.py"): "empty",
