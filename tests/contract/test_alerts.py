@@ -396,6 +396,21 @@ def test_a_ledger_that_does_not_add_up(looker: Looker) -> None:
     assert looker.told.alerts[0].value == 2
 
 
+def test_what_stands_is_told_before_the_proof_which_takes_long(looker: Looker) -> None:
+    looker.drifts = [Drifted("draft", 2.0, 1.5, 20)]
+    seen: list[list[tuple[str, str, float]]] = []
+
+    def prove() -> int:
+        seen.append(list(looker.told.seen))
+        return 1
+
+    Alerting(
+        looker.ledger.store, looker.settings, looker.told, lambda: looker.drifts, prove
+    ).run_once()
+    assert seen == [[("drift", "draft", 1.5)]]
+    assert looker.told.seen[1:] == [("reconcile", "", 1)]
+
+
 def test_a_proof_that_breaks_off_is_tried_again_soon(looker: Looker) -> None:
     proofs: list[int] = []
 
