@@ -63,7 +63,7 @@ _TITLES = {
 _OPEN = {
     "cancelling": "asked to be cancelled while they run",
     "unclosed": "attempts not closed",
-    "due": "messages due",
+    "due": "messages to publish",
     "held": "messages held by lanes",
     "untold": "results not stored",
 }

@@ -304,7 +304,7 @@ def _balance_told(key: Key, by_lines: Any, by_journal: Any) -> str:
     elif by_journal.missing:
         entries = "an entry of its journal is missing"
     elif by_journal.changed:
-        entries = "an entry of its journal was changed"
+        entries = "an entry of its journal does not follow from the one before it"
     else:
         led = f"{by_journal.journal_reserved} and {by_journal.journal_spent}"
         entries = f"its journal leads to {led}"

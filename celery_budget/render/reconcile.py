@@ -35,7 +35,8 @@ def reconciliation_view(found: Reconciliation, repaired: Sequence[str] = ()) -> 
     if found.queues:
         parts += [Text(), queues_table(found.queues)]
     for one in found.pending:
-        parts += [Text(), *_told(one)]
+        if one.steps:
+            parts += [Text(), *_told(one)]
     return Group(*parts)
 
 

@@ -60,7 +60,7 @@ _STYLES = {"bad": _BAD, "odd": "yellow", "dim": "dim"}
 _OPEN = {
     "cancelling": "cancellation requested",
     "unclosed": "attempt not closed",
-    "due": "message due",
+    "due": "message to publish",
     "held": "message held by a lane",
     "untold": "result not stored",
 }

@@ -52,7 +52,7 @@ def test_a_ledger_that_adds_up(shop: Shop, run: Run) -> None:
     done = run(shop.app, "reconcile")
     assert (done.code, done.err) == (0, "")
     first, *rest = done.out.splitlines()
-    assert first == "the ledger adds up: 1 request, open: 1 reserved, 1 message due"
+    assert first == "the ledger adds up: 1 request, open: 1 reserved, 1 message to publish"
     assert any(line.startswith(f"- task {request.task_id} (shop.draft): message") for line in rest)
     found = run(shop.app, "reconcile", "--json")
     assert found.code == 0

@@ -174,7 +174,8 @@ def test_the_verdict_is_one_line_where_the_ledger_adds_up() -> None:
     [line] = lines(verdict(Reconciliation((), some), 1))
     assert line == (
         "the ledger adds up: 1 request, open: 1 parked, 3 reserved, 1 running, "
-        "1 cancellation requested, 2 attempts not closed, 1 message due, 2 results not stored"
+        "1 cancellation requested, 2 attempts not closed, 1 message to publish, "
+        "2 results not stored"
     )
 
 
