@@ -6,9 +6,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.cli.values import AMOUNT, DURATION, INSTANT
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.integration.ledger import Receipt
@@ -24,7 +24,7 @@ key_option = click.option(
 )
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("name")
 @click.argument("amount", type=AMOUNT)
 @click.option(
@@ -58,7 +58,7 @@ def grant(
     \b
     Examples:
       celery -A proj budget grant acme 500_000 --for 7d --reason 'launch week'
-      celery -A proj budget grant acme 500_000 --until 2030-01-31T12:00:00Z --key launch
+      celery -A proj budget grant acme 500_000 --until 2030-01-31T12:00:00Z --key k-1
     """
     if until is not None and lasts is not None:
         raise click.UsageError("--until and --for both say when it ends; give one of them")
@@ -73,7 +73,7 @@ def grant(
     _show_receipt(ctx, installed, receipt, mine.as_dict(), said, as_json)
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("name")
 @click.option("--charge", cls=CeleryOption, type=AMOUNT, help="Add this to what is spent.")
 @click.option("--refund", cls=CeleryOption, type=AMOUNT, help="Take this from what is spent.")
@@ -94,8 +94,8 @@ def adjust(
 
     \b
     Examples:
-      celery -A proj budget adjust acme --refund 1200 --reason 'failed batch of Monday'
-      celery -A proj budget adjust acme --charge 300 --reason 'calls by hand' --key hand-0131
+      celery -A proj budget adjust acme --refund 1200 --reason 'a failed batch'
+      celery -A proj budget adjust acme --charge 300 --reason 'by hand' --key h-31
     """
     if charge is not None and refund is None:
         amount, did = charge, "charged to"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import click
-from celery.bin.base import CeleryCommand
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.render.alerts import alerts_view
 
 __all__ = ["alerts"]
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @json_option
 @click.pass_context
 def alerts(ctx: click.Context, as_json: bool) -> None:

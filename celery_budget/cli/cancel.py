@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.render.text import literal
 
 __all__ = ["cancel"]
@@ -20,7 +20,7 @@ _TOLD = {
 _DEAF = "; with worker_enable_remote_control off none can be asked"
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("task_id")
 @click.option(
     "--terminate",

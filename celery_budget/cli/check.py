@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.integration.checkup import ASK_SECONDS
 from celery_budget.render.check import check_view
 
 __all__ = ["check"]
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option(
     "--strict", cls=CeleryOption, is_flag=True, help="Exit with 1 where there is a warning, too."
 )

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import budget, installed_of
+from celery_budget.cli.group import BudgetCommand, budget, installed_of
 from celery_budget.dashboard import create_app, server
 from celery_budget.errors import ConfigurationError
 from celery_budget.render.text import printable
@@ -29,7 +29,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SIGNAL_SECONDS = 0.1
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option(
     "--port",
     cls=CeleryOption,
@@ -61,13 +61,13 @@ def dashboard(ctx: click.Context, port: int, host: str, token: str | None, root_
     """Show the ledger in a browser, until stopped.
 
     Budgets, lanes, what waits and why, plots, and the life of each request. It changes nothing. It
-    is open to this machine alone; on any other address it needs a token. SIGTERM and SIGINT
-    (Ctrl-C) stop it.
+    is open to this machine alone; on any other address it needs a token, best given by the
+    variable CELERY_BUDGET_DASHBOARD_TOKEN. SIGTERM and SIGINT (Ctrl-C) stop it.
 
     \b
     Examples:
       celery -A proj budget dashboard --port 8765
-      CELERY_BUDGET_DASHBOARD_TOKEN=... celery -A proj budget dashboard --host 0.0.0.0
+      celery -A proj budget dashboard --host 0.0.0.0    # with a token
     """
     installed = installed_of(ctx)
     given = token or os.environ.get(TOKEN) or installed.settings.dashboard_token or None

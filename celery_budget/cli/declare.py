@@ -7,11 +7,11 @@ from decimal import Decimal
 from typing import IO, Any
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 from rich.console import Group
 from rich.text import Text
 
-from celery_budget.cli.group import budget, called, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
 from celery_budget.cli.values import RATIO, limit_of, parent_of
 from celery_budget.core.budgets import MOST_WEIGHT
 from celery_budget.core.declarations import Change
@@ -32,7 +32,7 @@ def show_standing(ctx: click.Context, installed: CeleryBudget, name: str, as_jso
     show(ctx, standing.as_dict() if as_json else standing_view(standing))
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @json_option
 @click.pass_context
 def init(ctx: click.Context, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def init(ctx: click.Context, as_json: bool) -> None:
     show(ctx, {"database": url, "version": version} if as_json else view)
 
 
-@budget.command("set", cls=CeleryCommand)
+@budget.command("set", cls=BudgetCommand)
 @click.argument("name")
 @click.option(
     "--limit",
@@ -144,7 +144,7 @@ def set_(
     \b
     Examples:
       celery -A proj budget set acme --limit 1_000_000 --unit tokens
-      celery -A proj budget set acme --limit 2_000_000 --period month --timezone Europe/Berlin
+      celery -A proj budget set acme --period month --timezone Europe/Berlin
       celery -A proj budget set acme/drafts --parent acme --limit 10%
       celery -A proj budget set acme --soft-stop 0.8
       celery -A proj budget set acme --alert-at 50%,90%
@@ -174,7 +174,7 @@ def set_(
     show_standing(ctx, installed, name, as_json)
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("file", type=click.File("rb"))
 @click.option(
     "--dry-run", cls=CeleryOption, is_flag=True, help="Show what would change; change nothing."
@@ -234,7 +234,7 @@ def _summary(changes: tuple[Change | LaneChange, ...], dry_run: bool) -> str:
     return f"would be {counts}; nothing was changed (--dry-run)" if dry_run else counts
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option(
     "-o",
     "--output",
@@ -304,7 +304,7 @@ def _encodable(text: str, encoding: str) -> str:
     return text
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("name")
 @click.option(
     "--drain",
@@ -315,7 +315,7 @@ def _encodable(text: str, encoding: str) -> str:
 @json_option
 @click.pass_context
 def close(ctx: click.Context, name: str, drain: bool, as_json: bool) -> None:
-    """Close a budget: it takes nothing new, nor does what is below it.
+    """Close a budget and all that is below it to new work.
 
     Refused while requests that draw on it have not ended, unless it is to be drained. Closing it
     again changes nothing; 'budget set NAME --reopen' opens it.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.cli.values import AMOUNT
 from celery_budget.render.holdings import budget_view
 from celery_budget.render.stories import stories_view
@@ -16,7 +16,7 @@ __all__ = ["explain"]
 _LIMIT = 20
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("some_id", metavar="[ID]", required=False)
 @click.option(
     "--budget",

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 from celery import Celery
-from celery.bin.base import CeleryOption, handle_preload_options
+from celery.bin.base import CeleryCommand, CeleryOption, handle_preload_options
 from click_didyoumean import DYMGroup
 from rich.console import RenderableType
 
@@ -19,13 +19,23 @@ from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
 from celery_budget.render.text import as_text, printable
 
-__all__ = ["budget", "called", "installed_of", "json_option", "show"]
+__all__ = ["BudgetCommand", "budget", "called", "installed_of", "json_option", "show"]
 
 
 class WrongUse(click.ClickException):
     """The command line is wrong, whatever the ledger has in it."""
 
     exit_code = 2
+
+
+class BudgetCommand(CeleryCommand):
+    """A command of ``budget``."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, and no arguments: the text above them says what those are."""
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        with formatter.section("Options"):
+            formatter.write_dl([told for one in options if (told := one.get_help_record(ctx))])
 
 
 class BudgetGroup(DYMGroup):

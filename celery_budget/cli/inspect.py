@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 from rich.console import Group
 from rich.text import Text
 
 from celery_budget.cli.declare import show_standing
-from celery_budget.cli.group import budget, installed_of, json_option
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option
 from celery_budget.cli.group import show as print_out
 from celery_budget.cli.progress import Progress
 from celery_budget.cli.values import DURATION
@@ -23,11 +23,13 @@ from celery_budget.render.text import number
 __all__ = ["journal", "list_", "show", "suggest"]
 
 
-@budget.command("list", cls=CeleryCommand)
+@budget.command("list", cls=BudgetCommand)
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, as_json: bool) -> None:
-    """List all budgets with balances, each beneath its parent; then templates, and what waits.
+    """List all budgets with their balances, and what waits.
+
+    Each is beneath its parent; templates come after them.
 
     \b
     Examples:
@@ -49,12 +51,14 @@ def list_(ctx: click.Context, as_json: bool) -> None:
         print_out(ctx, Group(view, Text(), queued_table(queued)) if queued else view)
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("name")
 @json_option
 @click.pass_context
 def show(ctx: click.Context, name: str, as_json: bool) -> None:
-    """Show one budget or template: terms, balance, all above it, grants.
+    """Show one budget or template in full.
+
+    Its terms, balance, all above it, and grants.
 
     \b
     Examples:
@@ -64,7 +68,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     show_standing(ctx, installed_of(ctx), name, as_json)
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.argument("name", required=False)
 @click.option(
     "--limit",
@@ -123,7 +127,7 @@ def _fold(ctx: click.Context, older_than: timedelta, as_json: bool) -> None:
     )
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option("--stage", cls=CeleryOption, help="Of one stage only.")
 @click.option(
     "--quantile",

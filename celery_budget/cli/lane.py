@@ -6,9 +6,16 @@ from datetime import timedelta
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import BudgetGroup, budget, installed_of, json_option, show
+from celery_budget.cli.group import (
+    BudgetCommand,
+    BudgetGroup,
+    budget,
+    installed_of,
+    json_option,
+    show,
+)
 from celery_budget.cli.values import DURATION, MAYBE_AMOUNT, NO_LIMIT
 from celery_budget.core.lanes import LIMITS
 from celery_budget.integration.install import CeleryBudget
@@ -32,7 +39,9 @@ _MICROSECOND = timedelta(microseconds=1)
 
 @budget.group(cls=BudgetGroup)
 def lane() -> None:
-    """See, set, pause and resume lanes: what is let go to workers, and how much at a time.
+    """See, set, pause and resume lanes.
+
+    A lane says what is let go to workers, and how much at a time.
 
     What is admitted to a queue that a lane feeds is held in the ledger until the lane lets it go.
     Without lanes everything is published at once.
@@ -57,7 +66,7 @@ def _limits(command: Any) -> Any:
     return command
 
 
-@lane.command("set", cls=CeleryCommand)
+@lane.command("set", cls=BudgetCommand)
 @click.argument("name")
 @click.option(
     "--queue",
@@ -160,7 +169,7 @@ def _show(ctx: click.Context, installed: CeleryBudget, name: str, as_json: bool)
     show(ctx, standing.as_dict() if as_json else lane_view(standing))
 
 
-@lane.command("list", cls=CeleryCommand)
+@lane.command("list", cls=BudgetCommand)
 @json_option
 @click.pass_context
 def list_lanes(ctx: click.Context, as_json: bool) -> None:
@@ -175,7 +184,7 @@ def list_lanes(ctx: click.Context, as_json: bool) -> None:
     show(ctx, {"lanes": [one.as_dict() for one in found]} if as_json else lanes_table(found))
 
 
-@lane.command("show", cls=CeleryCommand)
+@lane.command("show", cls=BudgetCommand)
 @click.argument("name")
 @json_option
 @click.pass_context
@@ -189,7 +198,7 @@ def show_lane(ctx: click.Context, name: str, as_json: bool) -> None:
     _show(ctx, installed_of(ctx), name, as_json)
 
 
-@lane.command(cls=CeleryCommand)
+@lane.command(cls=BudgetCommand)
 @click.argument("name")
 @json_option
 @click.pass_context
@@ -205,7 +214,7 @@ def pause(ctx: click.Context, name: str, as_json: bool) -> None:
     _show(ctx, installed, name, as_json)
 
 
-@lane.command(cls=CeleryCommand)
+@lane.command(cls=BudgetCommand)
 @click.argument("name")
 @json_option
 @click.pass_context
@@ -221,7 +230,7 @@ def resume(ctx: click.Context, name: str, as_json: bool) -> None:
     _show(ctx, installed, name, as_json)
 
 
-@lane.command(cls=CeleryCommand)
+@lane.command(cls=BudgetCommand)
 @click.argument("name")
 @json_option
 @click.pass_context

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import BudgetGroup, budget, installed_of, json_option, show
+from celery_budget.cli.group import (
+    BudgetCommand,
+    BudgetGroup,
+    budget,
+    installed_of,
+    json_option,
+    show,
+)
 from celery_budget.render.tables import parked_table
 from celery_budget.render.text import literal
 
@@ -26,7 +33,7 @@ def parked() -> None:
     """
 
 
-@parked.command("list", cls=CeleryCommand)
+@parked.command("list", cls=BudgetCommand)
 @click.option(
     "--limit",
     cls=CeleryOption,
@@ -50,7 +57,7 @@ def list_(ctx: click.Context, limit: int, as_json: bool) -> None:
     show(ctx, document if as_json else parked_table(waiting))
 
 
-@parked.command(cls=CeleryCommand)
+@parked.command(cls=BudgetCommand)
 @click.argument("some_id", metavar="ID|TASK_ID")
 @json_option
 @click.pass_context

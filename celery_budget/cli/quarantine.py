@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import BudgetGroup, budget, installed_of, json_option, show
+from celery_budget.cli.group import (
+    BudgetCommand,
+    BudgetGroup,
+    budget,
+    installed_of,
+    json_option,
+    show,
+)
 from celery_budget.render.tables import quarantine_facts, quarantine_table
 from celery_budget.render.text import literal
 
@@ -14,7 +21,9 @@ __all__ = ["quarantine"]
 
 @budget.group(cls=BudgetGroup)
 def quarantine() -> None:
-    """See, publish again or discard what could not be published, or failed for good.
+    """See, publish again or discard what is in quarantine.
+
+    That is what could not be published, or failed for good.
 
     A message that no queue takes, that is too large, that cannot be read, or that the broker
     refused each time, goes into quarantine. So does a request whose task declares how long it is
@@ -27,7 +36,7 @@ def quarantine() -> None:
     """
 
 
-@quarantine.command("list", cls=CeleryCommand)
+@quarantine.command("list", cls=BudgetCommand)
 @click.option(
     "--limit",
     cls=CeleryOption,
@@ -51,7 +60,7 @@ def list_(ctx: click.Context, limit: int, as_json: bool) -> None:
     show(ctx, document if as_json else quarantine_table(isolated))
 
 
-@quarantine.command("show", cls=CeleryCommand)
+@quarantine.command("show", cls=BudgetCommand)
 @click.argument("some_id", metavar="ID|TASK_ID")
 @json_option
 @click.pass_context
@@ -66,7 +75,7 @@ def show_(ctx: click.Context, some_id: str, as_json: bool) -> None:
     show(ctx, one.as_dict() if as_json else quarantine_facts(one))
 
 
-@quarantine.command(cls=CeleryCommand)
+@quarantine.command(cls=BudgetCommand)
 @click.argument("some_id", metavar="ID|TASK_ID")
 @json_option
 @click.pass_context
@@ -83,7 +92,7 @@ def requeue(ctx: click.Context, some_id: str, as_json: bool) -> None:
     show(ctx, {"requeued": some_id} if as_json else literal(f"{some_id} will be published again"))
 
 
-@quarantine.command(cls=CeleryCommand)
+@quarantine.command(cls=BudgetCommand)
 @click.argument("some_id", metavar="ID|TASK_ID")
 @json_option
 @click.pass_context

@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import budget, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.cli.progress import Progress
 from celery_budget.cli.values import DURATION
 from celery_budget.render.invoices import comparison_view
@@ -18,7 +18,7 @@ from celery_budget.render.reconcile import reconciliation_view
 __all__ = ["reconcile"]
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option(
     "--repair",
     cls=CeleryOption,
@@ -99,11 +99,12 @@ def reconcile(
     timezone: str | None,
     as_json: bool,
 ) -> None:
-    """Prove that the ledger adds up, and say what becomes of all that is open.
+    """Prove that the ledger adds up; tell what is open.
 
     Every balance is the sum of what its requests hold and were charged, and what its journal leads
     to; every request is the sum of its usage records, and every open request will end. What is not
-    so is listed, and the exit status is 1. Work that is still open is no mismatch.
+    so is listed, and the exit status is 1. Work that is still open is no mismatch: it is told what
+    becomes of it, and when.
 
     With --invoice a provider's export is compared with the ledger; 1 where they differ.
 
@@ -114,7 +115,7 @@ def reconcile(
       celery -A proj budget reconcile --repair
       celery -A proj budget reconcile --stuck 10m --results 1000
       celery -A proj budget reconcile --invoice usage.csv --tolerance 0.5
-      celery -A proj budget reconcile --invoice costs.csv --columns day=Date,model=SKU,cost=USD
+      celery -A proj budget reconcile --invoice b.csv --columns day=Day,cost=USD
     """
     installed = installed_of(ctx)
     of_invoices: dict[str, Any] = {

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import click
 from celery import Celery
-from celery.bin.base import LOG_LEVEL, CeleryCommand, CeleryOption
+from celery.bin.base import LOG_LEVEL, CeleryOption
 
-from celery_budget.cli.group import budget, called, installed_of, json_option, show
+from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
 from celery_budget.integration.service import RelayService
 from celery_budget.reconcile import RelaySeen
 from celery_budget.render.tables import FULL, relays_table
@@ -26,7 +26,7 @@ SIGNAL_SECONDS = 0.1
 HEALTHY_SECONDS = 15.0
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option(
     "-l",
     "--loglevel",

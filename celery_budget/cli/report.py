@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from pathlib import PurePath
 
 import click
-from celery.bin.base import CeleryCommand, CeleryOption
+from celery.bin.base import CeleryOption
 
 from celery_budget.cli.files import write_file
-from celery_budget.cli.group import budget, called, installed_of, json_option
+from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option
 from celery_budget.cli.group import show as print_out
 from celery_budget.cli.progress import Waiting
 from celery_budget.cli.values import WHEN
@@ -30,7 +30,7 @@ _ENDINGS = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
 _STDOUT = "-"
 
 
-@budget.command(cls=CeleryCommand)
+@budget.command(cls=BudgetCommand)
 @click.option(
     "--since",
     cls=CeleryOption,
@@ -72,13 +72,16 @@ def report(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Show balances, what became of requests, estimates and actuals, waits.
+    """Show balances, and what became of requests.
+
+    How many there were, what they were estimated at and used, how they failed, how long they
+    waited and ran.
 
     \b
     Examples:
       celery -A proj budget report
       celery -A proj budget report --since 7d --by stage
-      celery -A proj budget report --since 2030-01-01 --until 2030-02-01 --by day --output jan.csv
+      celery -A proj budget report --since 2030-01-01 --by day --output days.csv
       celery -A proj budget report --since 30d --output /var/www/budget.html
       celery -A proj budget report --json
     """

@@ -258,6 +258,18 @@ def test_every_command_has_help_with_an_example(run: Run, command: str) -> None:
     done = run(make_app(), command, "--help")
     assert done.code == 0
     assert f"  celery -A proj budget {command}" in done.out
+    # Ids are as long as they are.
+    assert [
+        line for line in done.out.splitlines() if len(line) > 80 and "4a1f6f2b8f11" not in line
+    ] == []
+    _, _, options = done.out.partition("\nOptions:\n")
+    assert options.lstrip().startswith(("-", "commands")), options
+
+
+def test_what_each_command_does_is_told_whole(run: Run) -> None:
+    done = run(make_app(), "--help")
+    assert done.code == 0
+    assert "..." not in done.out.partition("Commands:")[2]
 
 
 # As users run it.

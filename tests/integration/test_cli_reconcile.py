@@ -54,6 +54,10 @@ def test_a_ledger_that_adds_up(shop: Shop, run: Run) -> None:
     first, *rest = done.out.splitlines()
     assert first == "the ledger adds up: 1 request, open: 1 reserved, 1 message to publish"
     assert any(line.startswith(f"- task {request.task_id} (shop.draft): message") for line in rest)
+    # The table of kinds, and no list of each.
+    brief = run(shop.app, "reconcile", "--limit", "0").out
+    assert "published by a relay" in brief
+    assert "and 1 more" not in brief
     found = run(shop.app, "reconcile", "--json")
     assert found.code == 0
     assert (found.json["ok"], found.json["mismatches"], found.json["requests"]) == (True, [], 1)
