@@ -57,8 +57,8 @@ def grant(
 
     \b
     Examples:
-      celery -A proj budget grant acme 500_000 --for 7d --reason 'launch week'
-      celery -A proj budget grant acme 500_000 --until 2030-01-31T12:00:00Z --key k-1
+      celery -A proj budget grant acme 500_000 --for 7d --key launch
+      celery -A proj budget grant acme 500_000 --until 2030-01-31T12:00:00Z
     """
     if until is not None and lasts is not None:
         raise click.UsageError("--until and --for both say when it ends; give one of them")
