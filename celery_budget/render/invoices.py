@@ -25,7 +25,7 @@ def comparison_view(found: Comparison) -> RenderableType:
     if found.differences:
         rows = [row for one in found.differences for row in _rows(one)]
         columns = ["day", "model", "", "export", "ledger", "difference", "per cent", "where"]
-        parts += [Text(), table_of(columns, rows, numbers=["day", *columns[3:7]])]
+        parts += [Text(), table_of(columns, rows, numbers=columns[3:7])]
     if found.totals:
         rows = [[name, *_amounts(one)] for name, one in found.totals.items()]
         columns = ["total", "export", "ledger", "difference", "per cent"]

@@ -151,7 +151,8 @@ class _Folding:
     def _parts(self, width: int) -> list[list[int]]:
         """Return the columns of each table: those that name a row, and numbers as there is room.
 
-        None where there is no room for a number beside the words, or too little.
+        None where there is no room for a number beside the words, or too little, or where nothing
+        before the numbers says what each row is of.
         """
         first = min(self._numbers, default=len(self._columns))
         before = [at for at in self._shown if at < first]
@@ -166,7 +167,9 @@ class _Folding:
                 parts.append([])
             parts[-1].append(at)
         parts[-1] += after
-        return [] if len(parts) > _PARTS else [sorted(before + part) for part in parts]
+        if len(parts) > (_PARTS if before else 1):
+            return []
+        return [sorted(before + part) for part in parts]
 
     def _record(self, row: Sequence[Text | str]) -> Table:
         grid = Table.grid(padding=(0, 2))

@@ -553,3 +553,11 @@ def test_a_row_without_room_for_its_words_is_a_list() -> None:
         f"by     {task}",
         "next   none",
     ]
+
+
+def test_a_table_is_not_split_where_its_parts_would_not_say_what_they_are_of() -> None:
+    rows = [("7", "x" * 10, "1,000"), ("8", "y" * 10, "2,000")]
+    grid = Grid.of("t", ["entry", "what", "spent"], rows, ["entry", "spent"])
+    assert len(as_text(grid_table(grid)).splitlines()) == 4
+    narrow = lines(grid_table(grid), width=20)
+    assert narrow[:4] == ["entry  7", f"what   {'x' * 10}", "spent  1,000", ""]
