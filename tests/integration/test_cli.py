@@ -355,7 +355,7 @@ def test_relay_publishes_and_stops_on_a_signal(
         out, err = process.communicate(timeout=SECONDS)
         assert time.monotonic() - sent < 5
         assert (process.returncode, out) == (0, "")
-        stopping, _, stopped = err.rpartition(f"{number.name}: stopping the relay\n")
+        _, stopping, stopped = err.rpartition(f"{number.name}: stopping the relay\n")
         assert stopping
         assert "budget relay stopped on sqlite" in stopped
     finally:
