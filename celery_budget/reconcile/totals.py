@@ -13,6 +13,7 @@ from celery_budget.settings import ANY_STAGE
 
 __all__ = [
     "GROUPED_BY",
+    "LAST_US",
     "STATES",
     "Total",
     "day_name",
@@ -27,7 +28,7 @@ MEASURED = ("measured", "promised", "used")
 
 #: The states of a request, in the order of its life.
 STATES = ("planned", "reserved", "published", "running", "waiting", "settled", "released", "lost")
-#: What else is counted of those that were admitted.
+#: What else is counted of them.
 FLAGS = ("cancelled", "expired", "over", "unmetered", "unreserved")
 
 #: Of a key, what makes a group.
@@ -41,6 +42,8 @@ GROUPED_BY: Mapping[str, tuple[str, ...]] = {
 
 _EPOCH = date(1970, 1, 1)
 _EPOCH_INSTANT = datetime(1970, 1, 1, tzinfo=timezone.utc)
+#: The last instant that has a name.
+LAST_US = (datetime.max.replace(tzinfo=timezone.utc) - _EPOCH_INSTANT) // timedelta(microseconds=1)
 
 
 def group_of(key: Key, by: str) -> str:

@@ -140,9 +140,12 @@ class Life:
     def park(self) -> None:
         request = self.ledger.request(50, budget="small", stage="draft")
         assert isinstance(self.ledger.admit(request, continuation=True), Parked)
-        if self.chosen.random() < 0.5:
+        end = self.chosen.choice(("given up", "cancelled", "neither"))
+        if end == "given up":
             self.ledger.put("parked", {"deadline_us": 1})
             self.ledger.sweep()
+        elif end == "cancelled":
+            settlement.cancel(self.ledger.store, self.ledger.settings, request.task_id)
 
     def refuse(self) -> None:
         self.ledger.admit(self.ledger.request(50, budget="small", stage="check"))
@@ -356,6 +359,24 @@ def test_a_period_without_time_and_an_unknown_budget_are_told(funded: Ledger) ->
             check(funded, asked)
     with pytest.raises(UnknownBudget):
         check(funded, Asked(budget="none"))
+
+
+FOREVER = 10**20
+
+
+def test_a_period_may_end_out_of_all_years(funded: Ledger) -> None:
+    funded.reserve(1)
+
+    def admitted(asked: Asked, *ago: int | None) -> int:
+        told = reports.report(funded.store, funded.settings, asked, "day", (ago[0], ago[1]))
+        return told.counts["admitted"]
+
+    assert admitted(Asked(-FOREVER, FOREVER), None, None) == 1
+    assert admitted(Asked(), FOREVER, -FOREVER) == 1
+    assert admitted(Asked(), None, FOREVER) == 0
+    for asked, ago in ((Asked(FOREVER), None), (Asked(), -FOREVER), (Asked(0, -FOREVER), None)):
+        with pytest.raises(InvalidReport):
+            admitted(asked, ago, None)
 
 
 def test_refusals_are_told_by_day_stage_budget_and_reason(tree: Ledger) -> None:
