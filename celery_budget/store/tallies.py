@@ -170,13 +170,18 @@ def _by_reservation(
 
 
 def _add(connection: Connection, root: str, more: Tallies, sign: int = 1) -> None:
-    """Add to the tallies, or take away. Locks their rows by id; new ones only a roller inserts."""
+    """Add to the tallies, or take away. Locks their rows by id; new ones only a roller inserts.
+
+    Of one that somebody has deleted nothing is taken away: a repair makes it anew.
+    """
     by_id = {key.digest(): key for key in more}
     known = {row.tally_id: row for row in _locked(connection, root, list(by_id))}
     new, changed = [], []
     for tally_id in sorted(by_id):
         key = by_id[tally_id]
         row = known.get(tally_id)
+        if row is None and sign < 0:
+            continue
         figures = {} if row is None else figures_of(row)
         core.add(figures, more[key], sign)
         if row is None:

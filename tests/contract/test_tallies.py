@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from celery_budget.core.retries import Keep, Retries
 from celery_budget.core.tallies import DAY_US
 from celery_budget.errors import InvalidReport, UnknownBudget
 from celery_budget.reconcile import Asked, reports
-from celery_budget.store import inquiries, quarantine, refusals, tallies
+from celery_budget.store import inquiries, quarantine, refusals, schema, tallies
 from tests.contract.racers import at_once
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger
 from tests.contract.tallied import check, midnight
@@ -211,6 +212,23 @@ def test_late_usage_takes_a_request_out_and_the_sweep_puts_it_in_again(funded: L
     # What was recorded before changes nothing.
     attempt.record(5, key="late")
     assert untallied(funded) == 0
+
+
+def test_late_usage_does_not_write_tallies_that_somebody_has_deleted(racing: Ledger) -> None:
+    many = [settled(racing, 1) for _ in range(4)]
+    tally(racing)
+    racing.store.run(delete_tallies, racing.root)
+    at_once([partial(attempt.record, 2, key="late") for attempt in many])
+    assert racing.rows("tallies") == []
+    tally(racing)
+    for day in racing.store.read(tallies.days, racing.root):
+        racing.store.run(tallies.rebuild, racing.root, day)
+    [amounts] = check(racing).amounts
+    assert amounts.charged == 12
+
+
+def delete_tallies(connection: sa.Connection, root: str) -> None:
+    connection.execute(schema.tallies.delete().where(schema.tallies.c.root == root))
 
 
 def test_two_rollers_at_once_count_each_request_once(racing: Ledger) -> None:
