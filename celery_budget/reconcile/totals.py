@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
 
-from celery_budget.core.tallies import FAILED, RUN, WAIT, Figures, Key, add, quantile, shadows_in
+from celery_budget.core.tallies import (
+    DAY_US,
+    FAILED,
+    RUN,
+    WAIT,
+    Figures,
+    Key,
+    add,
+    quantile,
+    shadows_in,
+)
 from celery_budget.reconcile.estimates import Drift
 from celery_budget.reconcile.figures import FAILURES, Amounts, Spread
 from celery_budget.settings import ANY_STAGE
@@ -60,7 +70,9 @@ def named(by: str, values: tuple[object, ...]) -> str:
 
 
 def day_name(day: int) -> str:
-    """Return a day (UTC), in days since the epoch, in ISO 8601."""
+    """Return a day (UTC), in days since the epoch, in ISO 8601; its number out of all years."""
+    if not 0 <= day <= LAST_US // DAY_US:
+        return f"day {day}"
     return (_EPOCH + timedelta(days=day)).isoformat()
 
 

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core import tallies as core
+from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.tallies import AMOUNTS, DAY_US, Figures, Key, Tallies
 from celery_budget.store import advisory
 from celery_budget.store.schema import (
@@ -229,9 +230,18 @@ def _written(figures: Figures) -> dict[str, Any]:
     return {**amounts, "figures": json.dumps(rest, separators=(",", ":"), ensure_ascii=False)}
 
 
+#: The figure of a row that somebody else has written: it is wrong, and a repair makes it anew.
+UNREADABLE = "unreadable"
+
+
 def figures_of(row: sa.Row[Any]) -> Figures:
     """Return the figures of a row of the tallies."""
-    figures: Figures = json.loads(row.figures)
+    try:
+        figures: Figures = json.loads(row.figures)
+    except ValueError:
+        figures = {UNREADABLE: 1}
+    if not isinstance(figures, dict) or any(type(one) is not int for one in figures.values()):
+        figures = {UNREADABLE: 1}
     figures.update({name: row._mapping[name] for name in AMOUNTS if row._mapping[name]})
     return figures
 
@@ -284,6 +294,8 @@ def rebuild(connection: Connection, root: str, day: int) -> int:
     # Changed in place where it is there: who waits for it finds it.
     right = {key for key in wrong if key in kept and key in adding and _is_named(kept, key)}
     gone = [kept[key][0] for key in wrong if key in kept and key not in right]
+    # And what has the place of another one, of whatever day it says it is.
+    gone += [key.digest() for key in wrong if key in adding and key not in right]
     if gone:
         connection.execute(
             tallies.delete().where(tallies.c.root == root, tallies.c.tally_id.in_(gone))
@@ -310,8 +322,12 @@ def _of_day(connection: Connection, root: str, day: int) -> tuple[_Kept, Tallies
     adding: Tallies = {}
     those = sa.select(*COUNTED).where(
         reservations.c.root == root,
-        reservations.c.created_us >= day * DAY_US,
-        reservations.c.created_us < (day + 1) * DAY_US,
+        reservations.c.created_us.between(
+            *(
+                max(-MAX_AMOUNT, min(us, MAX_AMOUNT))
+                for us in (day * DAY_US, (day + 1) * DAY_US - 1)
+            )
+        ),
         reservations.c.tallied,
     )
     for some in streamed(connection, root, those):
