@@ -237,11 +237,11 @@ UNREADABLE = "unreadable"
 def figures_of(row: sa.Row[Any]) -> Figures:
     """Return the figures of a row of the tallies."""
     try:
-        figures: Figures = json.loads(row.figures)
+        said: Any = json.loads(row.figures)
     except ValueError:
-        figures = {UNREADABLE: 1}
-    if not isinstance(figures, dict) or any(type(one) is not int for one in figures.values()):
-        figures = {UNREADABLE: 1}
+        said = None
+    readable = isinstance(said, dict) and all(type(one) is int for one in said.values())
+    figures: Figures = said if readable else {UNREADABLE: 1}
     figures.update({name: row._mapping[name] for name in AMOUNTS if row._mapping[name]})
     return figures
 
@@ -322,18 +322,19 @@ def _of_day(connection: Connection, root: str, day: int) -> tuple[_Kept, Tallies
     adding: Tallies = {}
     those = sa.select(*COUNTED).where(
         reservations.c.root == root,
-        reservations.c.created_us.between(
-            *(
-                max(-MAX_AMOUNT, min(us, MAX_AMOUNT))
-                for us in (day * DAY_US, (day + 1) * DAY_US - 1)
-            )
-        ),
+        reservations.c.created_us >= _in_range(day * DAY_US),
+        reservations.c.created_us <= _in_range((day + 1) * DAY_US - 1),
         reservations.c.tallied,
     )
     for some in streamed(connection, root, those):
         for key, figures in some.items():
             core.add(adding.setdefault(key, {}), figures)
     return kept, adding
+
+
+def _in_range(us: int) -> int:
+    """Return an instant as near as the ledger can tell."""
+    return max(-MAX_AMOUNT, min(us, MAX_AMOUNT))
 
 
 def _is_named(kept: _Kept, key: Key) -> bool:
