@@ -35,6 +35,8 @@ MOST_LINE = 65_536
 _CURRENCIES = {"usd", "$", ""}
 _EPOCH_SECONDS = re.compile(r"[0-9]{9,11}")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+#: What stands for no day, or for any, is told and not compared with all that there ever was.
+FIRST_DAY, LAST_DAY = date(1970, 1, 1), date(9998, 12, 31)
 
 
 @dataclass(frozen=True)
@@ -303,16 +305,27 @@ def _line(name: str, line: int, values: Mapping[str, str], shape: Shape, zone: t
 
 def _day(name: str, line: int, text: str, zone: tzinfo) -> date:
     try:
-        if _EPOCH_SECONDS.fullmatch(text):
-            return datetime.fromtimestamp(int(text), zone).date()
-        if _DAY.fullmatch(text):
-            return date.fromisoformat(text)
-        # Python 3.10 does not know the letter.
-        when = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
+        day = _day_of(text, zone)
     except (ValueError, OverflowError, OSError):
+        day = None
+    if day is None or not FIRST_DAY <= day <= LAST_DAY:
         raise InvoiceError(
             name, line, f"{text[:40]!r} is no day; give one like 2026-11-30, or an instant"
-        ) from None
+        )
+    return day
+
+
+def _day_of(text: str, zone: tzinfo) -> date | None:
+    """Return the day that a text means; none where it has another form than they are given in."""
+    if _EPOCH_SECONDS.fullmatch(text):
+        return datetime.fromtimestamp(int(text), zone).date()
+    if _DAY.fullmatch(text):
+        return date.fromisoformat(text)
+    if not _DAY.match(text):
+        # Newer versions of Python take 20261130 for midnight in no zone.
+        return None
+    # Python 3.10 does not know the letter.
+    when = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
     return (when if when.tzinfo else when.replace(tzinfo=timezone.utc)).astimezone(zone).date()
 
 

@@ -176,10 +176,11 @@ def _ends(request: Any, ran: Sequence[Any]) -> Figures:
     """Return how a request ended, and how it failed."""
     why = (request.reason or "").split(",")[0]
     failure = failure_of(request.state, request.reason, ran[-1].outcome if ran else None)
+    cancelled = why in _CANCELLED
     seen = {
-        "given_up": not request.admitted,
+        "given_up": not request.admitted and not cancelled,
         request.state: request.admitted,
-        "cancelled": request.admitted and why in _CANCELLED,
+        "cancelled": cancelled,
         "expired": request.admitted and failure == EXPIRED,
         "over": request.over,
         "unmetered": request.unmetered,

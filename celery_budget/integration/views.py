@@ -29,6 +29,7 @@ from celery_budget.integration.capture import arguments_of
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
 from celery_budget.reconcile.figures import GROUPINGS
+from celery_budget.reconcile.totals import LAST_US
 from celery_budget.settings import Settings
 from celery_budget.store import Store, budgets
 
@@ -361,8 +362,11 @@ def _percent(value: float | Decimal | str) -> Decimal:
 
 def _instant(name: str, given: Any) -> tuple[int | None, int | None]:
     """Return when that is, or how long before now, in microseconds."""
-    if given is None or isinstance(given, timedelta):
-        return None, None if given is None else given // _MICROSECOND
+    if given is None:
+        return None, None
+    if isinstance(given, timedelta):
+        # Longer than there are years with a name is as long as any.
+        return None, max(-LAST_US, min(given // _MICROSECOND, LAST_US))
     if not isinstance(given, datetime) or given.utcoffset() is None:
         raise InvalidBudget(
             f"{name}= is {given!r}; give a datetime with a time zone, or a timedelta before now"

@@ -13,6 +13,7 @@ from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Sprea
 from celery_budget.reconcile.terms import balance_as_dict
 from celery_budget.reconcile.totals import (
     GROUPED_BY,
+    LAST_US,
     STATES,
     Total,
     day_name,
@@ -235,9 +236,10 @@ def _at(asked: Asked, ago: tuple[int | None, int | None], now_us: int) -> Asked:
     """
     ends = (asked.since_us, asked.until_us)
     since, until = (
-        us if before is None else max(0, now_us - before)
-        for us, before in zip(ends, ago, strict=True)
+        us if before is None else now_us - before for us, before in zip(ends, ago, strict=True)
     )
+    # Nothing was, or will be, admitted out of these years.
+    since, until = (None if us is None else min(max(0, us), LAST_US) for us in (since, until))
     last = now_us if until is None else until
     if since is not None and since >= last:
         raise InvalidReport(

@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
 
-from celery_budget.core.tallies import FAILED, RUN, WAIT, Figures, Key, add, quantile, shadows_in
+from celery_budget.core.tallies import (
+    DAY_US,
+    FAILED,
+    RUN,
+    WAIT,
+    Figures,
+    Key,
+    add,
+    quantile,
+    shadows_in,
+)
 from celery_budget.reconcile.estimates import Drift
 from celery_budget.reconcile.figures import FAILURES, Amounts, Spread
 from celery_budget.settings import ANY_STAGE
 
 __all__ = [
     "GROUPED_BY",
+    "LAST_US",
     "STATES",
     "Total",
     "day_name",
@@ -27,7 +38,7 @@ MEASURED = ("measured", "promised", "used")
 
 #: The states of a request, in the order of its life.
 STATES = ("planned", "reserved", "published", "running", "waiting", "settled", "released", "lost")
-#: What else is counted of those that were admitted.
+#: What else is counted of them.
 FLAGS = ("cancelled", "expired", "over", "unmetered", "unreserved")
 
 #: Of a key, what makes a group.
@@ -41,6 +52,8 @@ GROUPED_BY: Mapping[str, tuple[str, ...]] = {
 
 _EPOCH = date(1970, 1, 1)
 _EPOCH_INSTANT = datetime(1970, 1, 1, tzinfo=timezone.utc)
+#: The last instant that has a name.
+LAST_US = (datetime.max.replace(tzinfo=timezone.utc) - _EPOCH_INSTANT) // timedelta(microseconds=1)
 
 
 def group_of(key: Key, by: str) -> str:
@@ -57,7 +70,9 @@ def named(by: str, values: tuple[object, ...]) -> str:
 
 
 def day_name(day: int) -> str:
-    """Return a day (UTC), in days since the epoch, in ISO 8601."""
+    """Return a day (UTC), in days since the epoch, in ISO 8601; its number out of all years."""
+    if not 0 <= day <= LAST_US // DAY_US:
+        return f"day {day}"
     return (_EPOCH + timedelta(days=day)).isoformat()
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from celery_budget.reconcile import Story
 from celery_budget.render.grids import MEANING
 from celery_budget.render.text import facts, literal, moment, number, table_of
-from celery_budget.render.timeline import events_of
+from celery_budget.render.timeline import events_of, shortened
 
 __all__ = ["facts_of", "next_table", "stories_view"]
 
@@ -161,6 +161,11 @@ def _changes(changes: Sequence[Row]) -> RenderableType:
         for one in changes
     ]
     columns = ["change", "budget", *(["window"] if windows else []), "reserved", "spent", "at"]
+
+    def more(left_out: Sequence[Any]) -> list[Text | str]:
+        return [f"and {number(len(left_out))} more", *[""] * (len(columns) - 1)]
+
+    rows = shortened(rows, more)
     return table_of(columns, rows, numbers=["at", "reserved", "spent"])
 
 

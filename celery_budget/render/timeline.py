@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from celery_budget.reconcile import Story
 from celery_budget.render.text import moment, number, printable
 
-__all__ = ["Event", "events_of"]
+__all__ = ["Event", "events_of", "shortened"]
 
 Row = dict[str, Any]
 
@@ -18,6 +18,12 @@ _GIVEN_UP = "park_expired"
 
 #: What comes first of events at the same moment: a store's clock may be coarse.
 _ADMITTED, _SENT, _STARTED, _USED, _RETURNED, _ENDED, _LATE = range(7)
+
+
+T = TypeVar("T")
+
+#: How much of a long life is shown.
+FIRST, LAST = 50, 150
 
 
 class Event(NamedTuple):
@@ -32,8 +38,19 @@ class Event(NamedTuple):
 
 
 def events_of(story: Story) -> list[Event]:
-    """Return what happened, in the order of time."""
-    return sorted(_events(story), key=lambda event: event[:2])
+    """Return what happened, in the order of time; of a long life what comes first and last."""
+
+    def more(left_out: Sequence[Event]) -> Event:
+        return left_out[0]._replace(what=f"and {number(len(left_out))} more, which --json tells")
+
+    return shortened(sorted(_events(story), key=lambda event: event[:2]), more)
+
+
+def shortened(rows: Sequence[T], more: Callable[[Sequence[T]], T]) -> list[T]:
+    """Return rows; of many the first and the last, and what stands for those between."""
+    if len(rows) <= FIRST + LAST:
+        return list(rows)
+    return [*rows[:FIRST], more(rows[FIRST:-LAST]), *rows[-LAST:]]
 
 
 def _events(story: Story) -> Iterator[Event]:

@@ -439,6 +439,10 @@ class Store:
         except exc.TimeoutError as error:
             url = _shown(engine or self._engine)
             raise StoreError(f"no connection to {url} was free: {error}", True) from error
+        except UnicodeEncodeError as error:
+            # By the driver, of what no database takes for text: half a character.
+            url = _shown(engine or self._engine)
+            raise StoreError(f"the ledger's database {url} failed: {error}") from error
 
 
 def _shown(engine: Engine) -> str:

@@ -21,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core import tallies as core
+from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.tallies import AMOUNTS, DAY_US, Figures, Key, Tallies
 from celery_budget.store import advisory
 from celery_budget.store.schema import (
@@ -170,13 +171,18 @@ def _by_reservation(
 
 
 def _add(connection: Connection, root: str, more: Tallies, sign: int = 1) -> None:
-    """Add to the tallies, or take away. Locks their rows by id; new ones only a roller inserts."""
+    """Add to the tallies, or take away. Locks their rows by id; new ones only a roller inserts.
+
+    Of one that somebody has deleted nothing is taken away: a repair makes it anew.
+    """
     by_id = {key.digest(): key for key in more}
     known = {row.tally_id: row for row in _locked(connection, root, list(by_id))}
     new, changed = [], []
     for tally_id in sorted(by_id):
         key = by_id[tally_id]
         row = known.get(tally_id)
+        if row is None and sign < 0:
+            continue
         figures = {} if row is None else figures_of(row)
         core.add(figures, more[key], sign)
         if row is None:
@@ -224,9 +230,18 @@ def _written(figures: Figures) -> dict[str, Any]:
     return {**amounts, "figures": json.dumps(rest, separators=(",", ":"), ensure_ascii=False)}
 
 
+#: The figure of a row that somebody else has written: it is wrong, and a repair makes it anew.
+UNREADABLE = "unreadable"
+
+
 def figures_of(row: sa.Row[Any]) -> Figures:
     """Return the figures of a row of the tallies."""
-    figures: Figures = json.loads(row.figures)
+    try:
+        said: Any = json.loads(row.figures)
+    except ValueError:
+        said = None
+    readable = isinstance(said, dict) and all(type(one) is int for one in said.values())
+    figures: Figures = said if readable else {UNREADABLE: 1}
     figures.update({name: row._mapping[name] for name in AMOUNTS if row._mapping[name]})
     return figures
 
@@ -279,6 +294,8 @@ def rebuild(connection: Connection, root: str, day: int) -> int:
     # Changed in place where it is there: who waits for it finds it.
     right = {key for key in wrong if key in kept and key in adding and _is_named(kept, key)}
     gone = [kept[key][0] for key in wrong if key in kept and key not in right]
+    # And what has the place of another one, of whatever day it says it is.
+    gone += [key.digest() for key in wrong if key in adding and key not in right]
     if gone:
         connection.execute(
             tallies.delete().where(tallies.c.root == root, tallies.c.tally_id.in_(gone))
@@ -305,14 +322,19 @@ def _of_day(connection: Connection, root: str, day: int) -> tuple[_Kept, Tallies
     adding: Tallies = {}
     those = sa.select(*COUNTED).where(
         reservations.c.root == root,
-        reservations.c.created_us >= day * DAY_US,
-        reservations.c.created_us < (day + 1) * DAY_US,
+        reservations.c.created_us >= _in_range(day * DAY_US),
+        reservations.c.created_us <= _in_range((day + 1) * DAY_US - 1),
         reservations.c.tallied,
     )
     for some in streamed(connection, root, those):
         for key, figures in some.items():
             core.add(adding.setdefault(key, {}), figures)
     return kept, adding
+
+
+def _in_range(us: int) -> int:
+    """Return an instant as near as the ledger can tell."""
+    return max(-MAX_AMOUNT, min(us, MAX_AMOUNT))
 
 
 def _is_named(kept: _Kept, key: Key) -> bool:

@@ -15,6 +15,7 @@ from tests.contract.support import Ledger
 
 STATES = ("planned", "reserved", "published", "running", "waiting", "settled", "released", "lost")
 FAILED = {"retried", "rejected", "raised"}
+NOT_FAILED = ("cancelled", "revoked", "predecessor", "result stored")
 SPENT = ("expired", "deadline", "park_expired", "wait_expired", "max_attempts", "retry_within")
 BY: dict[str, Callable[[Any], str]] = {
     "tenant": lambda row: row.owner,
@@ -98,9 +99,11 @@ def _told(rows: list[Any], lines: Any, attempts: Any, asked: Asked) -> dict[str,
     for row in rows:
         ran = [one for one in attempts[row.reservation_id] if one.outcome != "refused"]
         why = (row.reason or "").split(",")[0]
-        counts["admitted" if row.admitted else "given_up"] += 1
+        cancelled = row.ended_us is not None and why in ("cancelled", "revoked")
+        counts["admitted"] += row.admitted
+        counts["given_up"] += not row.admitted and not cancelled
         counts[row.state] += row.admitted
-        counts["cancelled"] += row.ended_us is not None and why in ("cancelled", "revoked")
+        counts["cancelled"] += cancelled
         for flag in ("over", "unmetered", "unreserved"):
             counts[flag] += getattr(row, flag)
         failures["transient"] += max(0, len(ran) - 1)
@@ -114,11 +117,13 @@ def _told(rows: list[Any], lines: Any, attempts: Any, asked: Asked) -> dict[str,
             over = why in SPENT
             failures["expired"] += over
             counts["expired"] += over and row.admitted
-            failures["permanent"] += not over and why not in ("cancelled", "revoked")
+            failures["permanent"] += not over and why not in NOT_FAILED
         elif why in SPENT:
             failures["exhausted"] += 1
-        elif why not in ("cancelled", "revoked") and ran[-1].outcome in FAILED:
-            failures["permanent"] += 1
+        elif why not in NOT_FAILED:
+            failures["permanent"] += ran[-1].outcome in FAILED
+            # Its task has told what the lost attempt had used.
+            failures["uncertain"] += ran[-1].outcome == "uncertain"
         if row.state != "released":
             _draw(amounts, lines[row.reservation_id], asked)
     return {

@@ -112,6 +112,13 @@ def test_parked_work_is_given_up_when_its_time_is_over(funded: Ledger, clock: st
     funded.reserve(10, task_id=request.task_id)
 
 
+def test_parked_work_that_is_cancelled_did_not_wait_too_long(funded: Ledger) -> None:
+    request = park(funded, 1000)
+    settlement.cancel(funded.store, funded.settings, request.task_id)
+    counts = reconcile.report(funded.store, funded.settings).counts
+    assert (counts["admitted"], counts["given_up"], counts["cancelled"]) == (0, 0, 1)
+
+
 def test_a_parked_retry_is_given_up_at_what_it_used(funded: Ledger) -> None:
     request, attempt = funded.start(60)
     attempt.record(50)

@@ -485,6 +485,29 @@ def test_tallies_that_are_wrong_are_told_and_made_anew(funded: Ledger) -> None:
     assert funded.rows("tallies") == right
 
 
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"figures": "{"},
+        {"figures": "[]"},
+        {"figures": '{"settled":"1"}'},
+        {"figures": '{"settled":1.5}'},
+        {"day": 2**31 - 1},
+        {"day": -(2**31)},
+    ],
+)
+def test_tallies_that_nobody_can_read_are_made_anew(funded: Ledger, spoilt: dict[str, Any]) -> None:
+    ended(funded)
+    assert funded.store.run(tallies.roll, funded.root, 10, 0) == 1
+    right = funded.rows("tallies")
+    funded.put("tallies", spoilt)
+    assert not look(funded).ok
+    reconcile.report(funded.store, funded.settings, by="day")
+    assert reconcile.repair(funded.store, funded.settings)
+    assert look(funded).ok
+    assert funded.rows("tallies") == right
+
+
 def test_a_request_whose_only_message_waits_for_an_attempt_that_has_ended_is_told(
     funded: Ledger,
 ) -> None:

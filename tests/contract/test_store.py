@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from celery_budget import reconcile
 from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError, StoreError
 from celery_budget.store import Store, budgets, declaring, engine, migrate, schema
 from celery_budget.store.unready import Unready
@@ -102,6 +103,13 @@ def test_what_cannot_pass_is_not_tried_again(store: Store) -> None:
         with pytest.raises(StoreError):
             call(function)
         assert function.calls == 1
+
+
+def test_what_is_no_text_is_told_as_ours(funded: Ledger) -> None:
+    # As an argument of a command that is no UTF-8 comes to Python.
+    with pytest.raises(StoreError, match="surrogates not allowed") as caught:
+        reconcile.explain(funded.store, funded.settings, "order-\udcff")
+    assert not caught.value.retryable
 
 
 def test_an_error_undoes_its_transaction(funded: Ledger) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from celery_budget.core.retries import Keep, Retries
 from celery_budget.core.tallies import DAY_US
 from celery_budget.errors import InvalidReport, UnknownBudget
 from celery_budget.reconcile import Asked, reports
-from celery_budget.store import inquiries, quarantine, refusals, tallies
+from celery_budget.store import inquiries, quarantine, refusals, schema, tallies
 from tests.contract.racers import at_once
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger
 from tests.contract.tallied import check, midnight
@@ -140,9 +141,12 @@ class Life:
     def park(self) -> None:
         request = self.ledger.request(50, budget="small", stage="draft")
         assert isinstance(self.ledger.admit(request, continuation=True), Parked)
-        if self.chosen.random() < 0.5:
+        end = self.chosen.choice(("given up", "cancelled", "neither"))
+        if end == "given up":
             self.ledger.put("parked", {"deadline_us": 1})
             self.ledger.sweep()
+        elif end == "cancelled":
+            settlement.cancel(self.ledger.store, self.ledger.settings, request.task_id)
 
     def refuse(self) -> None:
         self.ledger.admit(self.ledger.request(50, budget="small", stage="check"))
@@ -208,6 +212,23 @@ def test_late_usage_takes_a_request_out_and_the_sweep_puts_it_in_again(funded: L
     # What was recorded before changes nothing.
     attempt.record(5, key="late")
     assert untallied(funded) == 0
+
+
+def test_late_usage_does_not_write_tallies_that_somebody_has_deleted(racing: Ledger) -> None:
+    many = [settled(racing, 1) for _ in range(4)]
+    tally(racing)
+    racing.store.run(delete_tallies, racing.root)
+    at_once([partial(attempt.record, 2, key="late") for attempt in many])
+    assert racing.rows("tallies") == []
+    tally(racing)
+    for day in racing.store.read(tallies.days, racing.root):
+        racing.store.run(tallies.rebuild, racing.root, day)
+    [amounts] = check(racing).amounts
+    assert amounts.charged == 12
+
+
+def delete_tallies(connection: sa.Connection, root: str) -> None:
+    connection.execute(schema.tallies.delete().where(schema.tallies.c.root == root))
 
 
 def test_two_rollers_at_once_count_each_request_once(racing: Ledger) -> None:
@@ -356,6 +377,24 @@ def test_a_period_without_time_and_an_unknown_budget_are_told(funded: Ledger) ->
             check(funded, asked)
     with pytest.raises(UnknownBudget):
         check(funded, Asked(budget="none"))
+
+
+FOREVER = 10**20
+
+
+def test_a_period_may_end_out_of_all_years(funded: Ledger) -> None:
+    funded.reserve(1)
+
+    def admitted(asked: Asked, *ago: int | None) -> int:
+        told = reports.report(funded.store, funded.settings, asked, "day", (ago[0], ago[1]))
+        return told.counts["admitted"]
+
+    assert admitted(Asked(-FOREVER, FOREVER), None, None) == 1
+    assert admitted(Asked(), FOREVER, -FOREVER) == 1
+    assert admitted(Asked(), None, FOREVER) == 0
+    for asked, ago in ((Asked(FOREVER), None), (Asked(), -FOREVER), (Asked(0, -FOREVER), None)):
+        with pytest.raises(InvalidReport):
+            admitted(asked, ago, None)
 
 
 def test_refusals_are_told_by_day_stage_budget_and_reason(tree: Ledger) -> None:

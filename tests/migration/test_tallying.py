@@ -36,9 +36,16 @@ def upgraded(empty: Store) -> Ledger:
     attempt.end(settlement.Outcome("raised", keep=Keep("max_attempts", "boom", 10)))
     # As it was before: only the quarantine knew why.
     ledger.put("reservations", {"reason": None}, reservation_id=request.reservation_id)
+    # Never admitted: it waited too long, its own time was over, or somebody cancelled it.
     ledger.admit(ledger.request(99), continuation=True)
+    ledger.admit(ledger.request(99, deadline_us=1), continuation=True)
     ledger.put("parked", {"deadline_us": 1})
     ledger.sweep()
+    request = ledger.request(99)
+    ledger.admit(request, continuation=True)
+    settlement.cancel(ledger.store, ledger.settings, request.task_id)
+    # Admitted, and cancelled before it ran.
+    settlement.cancel(ledger.store, ledger.settings, ledger.reserve(1).task_id)
     for stage in ("draft", "check"):
         for _ in range(20):
             ledger.admit(ledger.request(99, stage=stage))
@@ -54,9 +61,10 @@ def upgraded(empty: Store) -> Ledger:
 def test_all_that_has_ended_is_tallied_by_the_sweep(upgraded: Ledger) -> None:
     assert upgraded.rows("tallies") == []
     before = check(upgraded)
-    assert (before.counts["admitted"], before.counts["given_up"]) == (3, 1)
-    assert (before.failures["exhausted"], before.failures["expired"]) == (1, 1)
-    assert run_once(upgraded.store, upgraded.settings, 0).requests == 3
+    counts = [before.counts[name] for name in ("admitted", "given_up", "cancelled", "released")]
+    assert counts == [4, 2, 2, 1]
+    assert (before.failures["exhausted"], before.failures["expired"]) == (1, 2)
+    assert run_once(upgraded.store, upgraded.settings, 0).requests == 6
     after = check(upgraded)
     assert after.counts == before.counts
     [day] = upgraded.store.read(tallies.days, upgraded.root)

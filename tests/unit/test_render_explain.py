@@ -26,6 +26,7 @@ from celery_budget.reconcile import (
 from celery_budget.render.holdings import budget_view
 from celery_budget.render.lanes import lane_view
 from celery_budget.render.stories import stories_view
+from celery_budget.render.timeline import events_of
 from tests.unit.test_render import SECOND, a_story, events, lines, message
 
 ACME = Balance("acme", "tokens", 1000, 250, 100)
@@ -56,6 +57,23 @@ def test_a_story_tells_each_balance_before_and_after() -> None:
     assert ["reserve", "acme", AT.format(2), "1,000", "->", "2,200", "7", AT.format(1)] in found
     told = lines(stories_view([replace(a_story(), folded=("acme", "all"))]))
     assert "older changes of acme, all are folded and gone" in told
+
+
+def test_of_a_long_life_the_first_and_the_last_is_told_and_how_much_more() -> None:
+    change = {
+        "budget": "acme", "window_us": 0, "at_us": SECOND, "what": "raise",
+        "reserved": 1, "spent": 0, "reserved_after": 2, "spent_after": 7,
+    }  # fmt: skip
+    effects = tuple({"created_us": 9 * SECOND, "attempt": 1, "key": str(n)} for n in range(5000))
+    story = replace(a_story(), changes=(change,) * 5000, effects=effects)
+    found = lines(stories_view([story]))
+    assert len(found) < 500
+    assert "and 4,800 more" in found
+    assert sum(line.startswith("raise") for line in found) == 200
+    [told] = [line for line in found if "more, which --json tells" in line]
+    known = len(events_of(replace(story, effects=()))) + len(effects)
+    assert f"and {known - 200:,} more" in told
+    assert found.index(told) < next(i for i, line in enumerate(found) if line.endswith(" 4999"))
 
 
 def test_a_story_tells_units_windows_and_extensions_where_there_are_any() -> None:

@@ -55,9 +55,13 @@ def _upgrade_tallies() -> None:
             "budget_reservations",
             sa.Column(name, sa.Boolean, nullable=False, server_default=default),
         )
+    # What was parked and never admitted was written when it ended, by one statement, and did
+    # nothing to a balance.
     op.execute(
         "UPDATE budget_reservations SET admitted = false"
-        " WHERE state = 'released' AND reason = 'park_expired'"
+        " WHERE state = 'released' AND attempts = 0 AND ended_us - created_us < 100"
+        " AND NOT EXISTS (SELECT 1 FROM budget_journal j WHERE j.root = budget_reservations.root"
+        " AND j.reservation_id = budget_reservations.reservation_id)"
     )
     # Why it ended is told from now on by the end itself.
     op.execute(
