@@ -42,7 +42,8 @@ def serve(host: str, port: int, answer: Answer, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             server = _server(host, port, answer)
-        except OSError as error:
+        # A name that no name can be is a UnicodeError.
+        except (OSError, UnicodeError) as error:
             if not told:
                 logger.event("metrics.unserved", address=address, error=error)
             told = True
