@@ -13,7 +13,13 @@ from celery.bin.base import CeleryOption, handle_preload_options
 from click_didyoumean import DYMGroup
 from rich.console import RenderableType
 
-from celery_budget.errors import BudgetError, InvalidName, InvalidPeriod, NotInstalled
+from celery_budget.errors import (
+    BudgetError,
+    InvalidName,
+    InvalidPeriod,
+    InvalidReport,
+    NotInstalled,
+)
 from celery_budget.integration.context import find_installed
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
@@ -35,7 +41,7 @@ class BudgetGroup(DYMGroup):
         """Run the subcommand."""
         try:
             return super().invoke(ctx)
-        except (InvalidName, InvalidPeriod) as error:
+        except (InvalidName, InvalidPeriod, InvalidReport) as error:
             raise WrongUse(printable(called(ctx, str(error)))) from error
         except BudgetError as error:
             raise click.ClickException(printable(called(ctx, str(error)))) from error

@@ -6,6 +6,7 @@ import click
 from celery.bin.base import CeleryCommand, CeleryOption
 
 from celery_budget.cli.group import BudgetGroup, budget, installed_of, json_option, show
+from celery_budget.cli.values import COUNT
 from celery_budget.render.tables import parked_table
 from celery_budget.render.text import literal
 
@@ -30,7 +31,7 @@ def parked() -> None:
 @click.option(
     "--limit",
     cls=CeleryOption,
-    type=click.IntRange(1),
+    type=COUNT,
     default=100,
     show_default=True,
     help="How many, budget by budget, what is served first first.",

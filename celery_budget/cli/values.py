@@ -20,11 +20,14 @@ from celery_budget.errors import BudgetError
 
 __all__ = [
     "AMOUNT",
+    "COUNT",
+    "COUNT_OR_NONE",
     "DURATION",
     "INSTANT",
     "MAYBE_AMOUNT",
     "NO_LIMIT",
     "RATIO",
+    "SECONDS",
     "WHEN",
     "limit_of",
     "parent_of",
@@ -38,6 +41,8 @@ NO_LIMIT = object()
 _DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
 _DURATION = re.compile(r"([0-9]{1,12})([smhdw])")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+#: A year: what waits takes no number that is none, nor one that has no end.
+_MOST_SECONDS = 31_536_000
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -105,6 +110,27 @@ class _Ratio(click.ParamType):  # type: ignore[type-arg, unused-ignore]
                 ctx,
             )
         return Decimal(value)
+
+
+class _Seconds(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        # Not true of nan either.
+        if not 0 < seconds <= _MOST_SECONDS:
+            self.fail(
+                f"{value!r} is not a number of seconds above 0, such as 1.5, and up to "
+                f"{_MOST_SECONDS:,}",
+                param,
+                ctx,
+            )
+        return seconds
 
 
 class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -184,5 +210,9 @@ MAYBE_AMOUNT = _MaybeAmount()
 RATIO = _Ratio()
 DURATION = _Duration()
 INSTANT = _Instant()
+#: How many of something: no more than a database takes for it, with some to spare.
+COUNT, COUNT_OR_NONE = click.IntRange(1, 1_000_000_000), click.IntRange(0, 1_000_000_000)
+#: A number of seconds, as a float.
+SECONDS = _Seconds()
 #: A time before now, or an instant.
 WHEN = _When()

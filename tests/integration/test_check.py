@@ -68,6 +68,12 @@ def test_warnings_fail_where_they_are_to(shop: Shop, run: Run) -> None:
     assert run(shop.app, "check", "--strict", "--json", "--timeout", "0.05").code == 1
 
 
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1", "1e300", "soon"])
+def test_a_timeout_that_is_none(shop: Shop, run: Run, timeout: str) -> None:
+    done = run(shop.app, "check", "--timeout", timeout)
+    assert done.failed(2, f"'{timeout}' is not a number of seconds")
+
+
 def test_nothing_is_changed(on_both: Shop) -> None:
     before = on_both.ledger()
     assert found(on_both, "read-only")[0].level == "ok"

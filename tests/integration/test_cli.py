@@ -367,3 +367,13 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["journal tenant:a", "explain --budget tenant:a", "parked list", "quarantine list", "reconcile"],
+)
+def test_more_than_any_database_counts_is_wrong_use(shop: Shop, run: Run, command: str) -> None:
+    shop.budget.set("tenant:a", limit=10, unit="tokens")
+    done = run(shop.app, *command.split(), "--limit", "9" * 23)
+    assert done.failed(2, "'--limit'")
