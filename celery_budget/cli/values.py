@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
+from celery_budget.core.alerts import parse_thresholds
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import Limit, Share, parts_per_million
-from celery_budget.errors import BudgetError
+from celery_budget.errors import BudgetError, InvalidBudget
 
 # click.ParamType takes a type argument in its newer releases only.
 
@@ -31,6 +32,7 @@ __all__ = [
     "WHEN",
     "limit_of",
     "parent_of",
+    "thresholds_of",
 ]
 
 _NONE = "none"
@@ -77,6 +79,18 @@ def limit_of(text: str) -> Limit:
 def parent_of(text: str) -> str | None:
     """Return the parent that ``text`` names; none for ``none``."""
     return None if text.lower() == _NONE else text
+
+
+def thresholds_of(text: str) -> str:
+    """Return ``text`` if it writes thresholds.
+
+    :raises click.BadParameter: otherwise.
+    """
+    try:
+        parse_thresholds(text, "it")
+    except InvalidBudget as exc:
+        raise click.BadParameter(str(exc), param_hint="'--alert-at'") from exc
+    return text
 
 
 class _Amount(click.ParamType):  # type: ignore[type-arg, unused-ignore]

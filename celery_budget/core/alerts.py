@@ -142,7 +142,8 @@ def _parts(value: object, what: str) -> int:
         parts = number * MILLION
         if not 0 < parts <= TOP or parts != int(parts):
             raise InvalidOperation
-    except (InvalidOperation, ValueError, OverflowError):
+    # Also what a decimal number cannot hold.
+    except (ArithmeticError, ValueError):
         raise _wrong(value, what) from None
     return int(parts)
 

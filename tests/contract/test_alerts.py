@@ -123,6 +123,16 @@ def test_several_relays_look_no_more_often_than_one(looker: Looker) -> None:
     assert [one.run_once().raised for one in seldom] == [3, 0, 0]
 
 
+def test_a_clock_that_was_set_back_holds_up_no_look(looker: Looker) -> None:
+    looker.ledger.reserve(80)
+    assert looker.made(alert_seconds=60.0).run_once().raised == 1
+    looker.ledger.put("alert_looks", {"looked_us": sa.text("looked_us + 86400000000")})
+    looker.ledger.reserve(15)
+    assert looker.made(alert_seconds=60.0).run_once().raised == 1
+    looker.ledger.reserve(5)
+    assert looker.made(alert_seconds=60.0).run_once().raised == 0
+
+
 def test_another_window_alerts_anew(looker: Looker) -> None:
     ledger = looker.ledger
     ledger.set("day", 10, period="day")

@@ -371,7 +371,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["journal tenant:a", "explain --budget tenant:a", "parked list", "quarantine list", "reconcile"],
+    [
+        "journal tenant:a",
+        "explain --budget tenant:a",
+        "parked list",
+        "quarantine list",
+        "reconcile",
+    ],
 )
 def test_more_than_any_database_counts_is_wrong_use(shop: Shop, run: Run, command: str) -> None:
     shop.budget.set("tenant:a", limit=10, unit="tokens")
