@@ -90,6 +90,14 @@ def test_the_rest_is_looked_at_while_the_broker_is_away(make_shop: Callable[...,
     assert (seen.transport, seen.visibility_seconds) == ("redis", 3600.0)
 
 
+def test_the_rest_is_looked_at_where_no_broker_is_named(make_shop: Callable[..., Shop]) -> None:
+    shop = make_shop(broker_url="nosuch://there")
+    for rule in ("broker", "gate"):
+        [one] = found(shop, rule)
+        assert one.level == "error"
+        assert "nosuch" in one.seen
+
+
 def test_the_rest_is_looked_at_while_the_ledger_is_away(make_shop: Callable[..., Shop]) -> None:
     url = "postgresql+psycopg://nobody@127.0.0.1:1/none"
     shop = make_shop(init=False, budget_database_url=url)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -74,6 +76,40 @@ def test_an_address_that_is_none_is_said_and_ends_nothing(
 ) -> None:
     start(free_port(), host=".local")
     logged(caplog, "metrics cannot be served on http://.local:")
+
+
+FORKS = """
+import os, socket, sys, threading
+from celery_budget.metrics import server
+
+port, stop = int(sys.argv[1]), threading.Event()
+thread = threading.Thread(target=server.serve, args=("127.0.0.1", port, None, stop))
+thread.start()
+while not server._listening:
+    pass
+reading, writing = os.pipe()
+if not os.fork():
+    os.close(writing)
+    os.read(reading, 1)
+    os._exit(0)
+os.close(reading)
+stop.set()
+thread.join()
+socket.create_server(("127.0.0.1", port)).close()
+os.close(writing)
+os.wait()
+"""
+
+
+def test_a_child_does_not_keep_the_port() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_client_that_says_nothing_holds_up_nobody(
