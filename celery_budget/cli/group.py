@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import shutil
 import sys
@@ -28,6 +29,10 @@ from celery_budget.render.text import as_text, printable
 __all__ = ["budget", "called", "installed_of", "json_option", "show"]
 
 
+#: Where a disk takes no more, as that of a file that the output goes to.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class WrongUse(click.ClickException):
     """The command line is wrong, whatever the ledger has in it."""
 
@@ -49,6 +54,11 @@ class BudgetGroup(DYMGroup):
             told = " ".join(error.format_message().split())
             command = (error.ctx or ctx).command_path
             raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            told = f"what was to be printed is not, or not whole: {error.strerror}"
+            raise click.ClickException(told) from error
 
 
 def called(ctx: click.Context, told: str) -> str:

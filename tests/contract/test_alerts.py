@@ -368,8 +368,18 @@ def test_messages_that_are_overdue(looker: Looker) -> None:
     ledger = looker.ledger
     request = ledger.reserve(1)
     assert looker.look() == []
-    ledger.put("outbox", {"due_us": ledger.now() - 61_000_000})
+    ledger.put(
+        "outbox",
+        {
+            "due_us": ledger.now() - 61_000_000,
+            "task_name": "draft\n[CRITICAL]",
+            "last_error": "refused\r\n by all",
+        },
+    )
     assert looker.look() == [("overdue", "", 60.0)]
+    [alert] = looker.told.alerts
+    assert "a message of draft [CRITICAL] has been due" in alert.message
+    assert alert.message.endswith("is not published: refused by all")
     ledger.make_due(request)
     assert ledger.relay().published == 1
     looker.look()
