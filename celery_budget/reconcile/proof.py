@@ -17,6 +17,7 @@ from celery_budget.reconcile.totals import day_name
 from celery_budget.settings import Settings
 from celery_budget.store import Connection, Store, derived, journal, pending, reports, tallies
 from celery_budget.store.balances import Key, key_of
+from celery_budget.store.windows import read_now
 
 __all__ = [
     "Reconciliation",
@@ -146,8 +147,9 @@ def _read(
         relays=relays,
         notes=tuple(map(_told_misdated, derived.misdated(connection, root))),
     )
-    seen = look(connection, root, limit, lanes, relays)
-    return proved, seen, pending.published(connection, root, MOST_QUEUES)
+    at_us = read_now(connection)
+    seen = look(connection, root, limit, at_us, lanes, relays)
+    return proved, seen, pending.published(connection, root, MOST_QUEUES, at_us)
 
 
 def prove(connection: Connection, root: str, told: Told | None = None) -> Reconciliation:

@@ -68,6 +68,7 @@ class RelaySeen:
 class Report:
     """The ledger at one look.
 
+    :ivar at_us: when that was, by the ledger's clock, in microseconds since the epoch.
     :ivar counts: ``admitted`` requests, those ``refused`` and ``parked``, and of the admitted how
         many are in each state and carry each flag.
     :ivar drift: what estimators promised against what was used, shadows beside.
@@ -115,6 +116,7 @@ class Report:
     runs: Spread = field(default_factory=Spread)
     groups: tuple[Group, ...] = ()
     days: tuple[Day, ...] = ()
+    at_us: int = 0
 
     @property
     def quarantine_full(self) -> bool:
@@ -125,6 +127,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return {
+            "at_us": self.at_us,
             "since_us": self.since_us,
             "until_us": self.until_us,
             "budget": self.budget,
@@ -221,6 +224,7 @@ def _report(
         total.runs(),
         groups,
         sums.days_of(balances),
+        now_us,
     )
 
 

@@ -87,12 +87,17 @@ class Seen:
 
 
 def look(
-    connection: Connection, root: str, limit: int, lanes: Mapping[str, LaneStanding], relays: int
+    connection: Connection,
+    root: str,
+    limit: int,
+    at_us: int,
+    lanes: Mapping[str, LaneStanding],
+    relays: int,
 ) -> Seen:
     """Read how much lacks each step, and up to ``limit`` of each kind. Locks nothing."""
     return Seen(
-        tuple(pending.counted(connection, root)),
-        tuple(pending.listed(connection, root, limit)),
+        tuple(pending.counted(connection, root, at_us)),
+        tuple(pending.listed(connection, root, limit, at_us)),
         lanes,
         relays,
     )

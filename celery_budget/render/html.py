@@ -67,18 +67,15 @@ def _environment() -> Environment:
     return made
 
 
-def report_html(report: Report, made: datetime | None = None) -> str:
-    """Return a report as one self-contained page.
-
-    :param made: when the report was made, with a time zone; now unless given.
-    """
+def report_html(report: Report) -> str:
+    """Return a report as one self-contained page."""
     plotted = top_budgets(_drawable(report), PLOTTED)
     names = {balance.budget for balance in plotted}
     # The days of one stage, or up to a time that is over, do not add up to what is spent now.
     running = report.stage is None and report.until_us is None
     page: dict[str, Any] = {
         "report": report,
-        "made": (made or datetime.now(timezone.utc)).astimezone(timezone.utc),
+        "made": datetime.fromtimestamp(report.at_us / 1_000_000, timezone.utc),
         "period": period(report) or "All requests of the ledger",
         "css": PLOT_CSS,
         "notices": notices(report),

@@ -99,12 +99,12 @@ class Published:
     envelope: str
 
 
-def _messages(root: str) -> sa.Select[Any]:
+def _messages(root: str, now: sa.ColumnElement[int]) -> sa.Select[Any]:
     """Messages that are to be published, or were and nobody has started them.
 
     Of requests that an attempt runs, or has ended, the attempt says what is lacking.
     """
-    to_come = outbox.c.due_us > instant()
+    to_come = outbox.c.due_us > now
     its_lane = sa.and_(lanes.c.root == outbox.c.root, lanes.c.name == outbox.c.lane)
     kind = sa.case(
         (outbox.c.state == "published", "published"),
@@ -169,12 +169,12 @@ def _messages(root: str) -> sa.Select[Any]:
     )
 
 
-def _attempts(root: str) -> sa.Select[Any]:
+def _attempts(root: str, now: sa.ColumnElement[int]) -> sa.Select[Any]:
     """Attempts that run, or have ended and are not closed."""
     kind = sa.case(
         (attempts.c.outcome == UNCERTAIN, "asked"),
         (attempts.c.ended_us.is_not(None), "unclosed"),
-        (attempts.c.lease_until_us <= instant(), "lapsed"),
+        (attempts.c.lease_until_us <= now, "lapsed"),
         else_="running",
     )
     return (
@@ -193,7 +193,7 @@ def _attempts(root: str) -> sa.Select[Any]:
     )
 
 
-def _parked(root: str) -> sa.Select[Any]:
+def _parked(root: str, now: sa.ColumnElement[int]) -> sa.Select[Any]:
     return sa.select(
         sa.literal("parked").label("kind"),
         parked.c.parked_id.label("id"),
@@ -207,7 +207,7 @@ def _parked(root: str) -> sa.Select[Any]:
     ).where(parked.c.root == root)
 
 
-def _planned(root: str) -> sa.Select[Any]:
+def _planned(root: str, now: sa.ColumnElement[int]) -> sa.Select[Any]:
     before = reservations.alias("before")
     step = (
         sa.select(before.c.task_id)
@@ -240,7 +240,7 @@ def _planned(root: str) -> sa.Select[Any]:
     )
 
 
-def _untold(root: str) -> sa.Select[Any]:
+def _untold(root: str, now: sa.ColumnElement[int]) -> sa.Select[Any]:
     return (
         sa.select(
             sa.literal("untold").label("kind"),
@@ -265,7 +265,7 @@ def _untold(root: str) -> sa.Select[Any]:
     )
 
 
-def _quarantined(root: str) -> sa.Select[Any]:
+def _quarantined(root: str, now: sa.ColumnElement[int]) -> sa.Select[Any]:
     return sa.select(
         sa.literal("quarantined").label("kind"),
         quarantine.c.quarantine_id.label("id"),
@@ -277,20 +277,26 @@ def _quarantined(root: str) -> sa.Select[Any]:
     ).where(quarantine.c.root == root)
 
 
+def _moment(at_us: int) -> sa.ColumnElement[int]:
+    """One moment for all statements: by a clock that moves on a row would be of two kinds."""
+    return sa.literal(at_us, sa.BigInteger)
+
+
 _SOURCES = (_messages, _attempts, _parked, _planned, _untold, _quarantined)
 
 
-def counted(connection: Connection, root: str) -> list[Counted]:
-    """Return how much lacks each kind of step; no kind that nothing lacks."""
+def counted(connection: Connection, root: str, at_us: int) -> list[Counted]:
+    """Return how much lacks each kind of step at a moment; no kind that nothing lacks."""
+    now = _moment(at_us)
     found = {}
     for source in _SOURCES:
-        rows = source(root).subquery()
-        over = instant() - rows.c.next_us
+        rows = source(root, now).subquery()
+        over = now - rows.c.next_us
         for row in connection.execute(
             sa.select(
                 rows.c.kind,
                 sa.func.count().label("requests"),
-                sa.func.max(instant() - rows.c.since_us).label("oldest_us"),
+                sa.func.max(now - rows.c.since_us).label("oldest_us"),
                 sa.func.count(sa.case((over >= SECOND_US, 1))).label("overdue"),
                 sa.func.max(over).label("overdue_us"),
             ).group_by(rows.c.kind)
@@ -305,31 +311,32 @@ def counted(connection: Connection, root: str) -> list[Counted]:
     return [found[kind] for kind in KINDS if kind in found]
 
 
-def listed(connection: Connection, root: str, limit: int) -> Iterator[sa.Row[Any]]:
-    """Yield what lacks a step, up to ``limit`` of each kind, what is overdue longest first."""
+def listed(connection: Connection, root: str, limit: int, at_us: int) -> Iterator[sa.Row[Any]]:
+    """Yield what lacks a step at a moment, up to ``limit`` of each kind, longest overdue first."""
+    now = _moment(at_us)
     for source in _SOURCES:
-        rows = source(root).subquery()
+        rows = source(root, now).subquery()
         # What is due at no time comes last, in both dialects.
         order = (rows.c.next_us.is_(None), rows.c.next_us, rows.c.since_us, rows.c.id)
         place = sa.func.row_number().over(partition_by=rows.c.kind, order_by=order)
-        placed = sa.select(rows, place.label("place"), instant().label("now_us")).subquery()
+        placed = sa.select(rows, place.label("place"), now.label("now_us")).subquery()
         yield from connection.execute(
             sa.select(placed).where(placed.c.place <= limit).order_by(placed.c.place)
         )
 
 
-def published(connection: Connection, root: str, limit: int) -> list[Published]:
+def published(connection: Connection, root: str, limit: int, at_us: int) -> list[Published]:
     """Return for each queue what was published to it and nobody has started, the most first.
 
     :param limit: of how many queues.
     """
-    mine = unstarted(root)
+    mine, now = unstarted(root), _moment(at_us)
     queues = connection.execute(
         sa.select(
             outbox.c.broker,
             outbox.c.queue,
             sa.func.count().label("requests"),
-            sa.func.max(instant() - outbox.c.published_us).label("oldest_us"),
+            sa.func.max(now - outbox.c.published_us).label("oldest_us"),
             sa.func.min(outbox.c.due_us).label("next_us"),
         )
         .where(mine)

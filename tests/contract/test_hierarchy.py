@@ -100,7 +100,7 @@ def test_a_refusal_names_the_one_that_is_short_and_why(
         int(standing.limit or 0),
     )
     after = tree.dump()
-    assert [row[1:3] for row in after["refusals"]] == [(short, reason)]
+    assert [(row.budget, row.reason) for row in tree.rows("refusals")] == [(short, reason)]
     assert {**after, "refusals": []} == before
 
 

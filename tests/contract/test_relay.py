@@ -197,7 +197,10 @@ def test_a_broker_that_is_down_is_left_alone_longer_and_longer(
     assert one.run_once(NEVER).published == 1, "it began anew"
 
 
-def test_a_broker_that_is_down_holds_up_only_its_own_messages(funded: Ledger) -> None:
+def test_a_broker_that_is_down_holds_up_only_its_own_messages(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay.time, "monotonic", lambda: 1000.0)
     funded.settings = replace(funded.settings, brokers={"eu": "amqp://eu//"}, batch_size=2)
     down = [funded.reserve(1, broker="eu") for _ in range(5)]
     fine = [funded.reserve(1) for _ in range(3)]

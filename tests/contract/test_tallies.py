@@ -166,7 +166,7 @@ class Life:
             self.ledger.store.run(tallies.roll, self.ledger.root, self.chosen.randrange(1, 9), 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_report_is_what_its_rows_add_up_to_whenever_it_is_tallied(
     tree: Ledger, seed: int
 ) -> None:
@@ -321,7 +321,7 @@ def test_the_ends_of_a_period_are_exact(tree: Ledger, tallied: bool) -> None:
         attempt.end(RETURNED)
     if tallied:
         tally(tree)
-    ends = (None, day - 1, day, day + 1, day + 6, day + DAY_US, day + DAY_US + 1, day + 3 * DAY_US)
+    ends = (None, day, day + 1, day + DAY_US, day + DAY_US + 1, day + 3 * DAY_US)
     for since in ends:
         for until in ends:
             if since is None or until is None or since < until:
@@ -551,7 +551,7 @@ def test_what_a_report_and_a_roll_cost(tree: Ledger) -> None:
     costs = []
     event.listen(tree.store.engine, "before_cursor_execute", note)
     try:
-        for count in (3, 40):
+        for count in (3, 12):
             for _ in range(count):
                 settled(tree, 1)
             statements.clear()

@@ -78,7 +78,7 @@ def test_set_creates_and_changes_and_prints_the_balance(shop: Shop, run: Run) ->
     declared = {
         "name": "b", "unit": "micro-usd", "limit": 7, "parent": None, "period": "total",
         "timezone": "UTC", "anchor_day": 1, "soft_stop": 1.0, "hard_stop": 1.0, "stripes": 1,
-        "weight": 1,
+        "weight": 1, "alert_at": None,
     }  # fmt: skip
     assert done.json == {
         **balance,
@@ -356,7 +356,9 @@ def test_relay_publishes_and_stops_on_a_signal(
         out, err = process.communicate(timeout=SECONDS)
         assert time.monotonic() - sent < 5
         assert (process.returncode, out) == (0, "")
-        assert err.endswith(f"{number.name}: stopping the relay\n")
+        _, stopping, stopped = err.rpartition(f"{number.name}: stopping the relay\n")
+        assert stopping
+        assert "budget relay stopped on sqlite" in stopped
     finally:
         process.kill()
         process.wait()

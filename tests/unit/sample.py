@@ -129,6 +129,7 @@ REPORT = Report(
     waits=spread(48_211, 1.0),
     runs=spread(48_900, 55.0),
     days=days(),
+    at_us=int(NOW.timestamp()) * 1_000_000,
 )  # fmt: skip
 
 BY_TENANT = replace(REPORT, by="tenant", groups=groups())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from celery_budget.core.tallies import (
     quantile,
     top_of,
 )
+from celery_budget.reconcile import figures
 
 TIMES = [*range(300), *(2**n + d for n in range(9, 62) for d in (-1, 0, 1))]
 
@@ -207,3 +210,13 @@ def test_keys_are_told_apart_however_their_parts_are_cut() -> None:
     ones = [KEY._replace(stage="a", task_name="bc"), KEY._replace(stage="ab", task_name="c")]
     assert len({key.digest() for key in (KEY, *ones)}) == 3
     assert KEY.digest() == KEY._replace().digest()
+
+
+def test_the_page_tells_what_is_counted_as_each_failure() -> None:
+    page = Path(__file__).parents[2] / "docs" / "tallies.md"
+    _, _, section = page.read_text("utf-8").partition("## Failures")
+    rows = re.findall(r"^\| `(\w+)` \| (\w*)", section, re.MULTILINE)
+    assert {name for name, _ in rows} == set(figures.FAILURES)
+    # By the states in which the cases above end as that failure.
+    told = {(name, state) for name, state in rows if state in ("settled", "released", "lost")}
+    assert told == {(failure, state) for state, _, _, failure in FAILURES if failure is not None}
