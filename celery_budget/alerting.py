@@ -301,6 +301,10 @@ class _Call:
             self._done.set()
 
 
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _parked(connection: Connection, root: str, settings: Settings) -> alerts.Looked:
     most = settings.alert_parked_seconds
     oldest = alerts.find_parked(connection, root) if most else None
@@ -310,8 +314,8 @@ def _parked(connection: Connection, root: str, settings: Settings) -> alerts.Loo
         said = {
             "threshold": most,
             "value": age,
-            "message": f"a request of {oldest.task_name} has waited {age:,.0f} s for budget "
-            f"{oldest.budget!r}; see 'celery -A PROJ budget parked list'",
+            "message": f"a request of {_on_one_line(oldest.task_name)} has waited {age:,.0f} s "
+            f"for budget {oldest.budget!r}; see 'celery -A PROJ budget parked list'",
             "details": {"task_id": oldest.task_id, "budget": oldest.budget},
         }
         found.append(alerts.Found("parked", "", 0, said))
@@ -354,12 +358,13 @@ def _overdue(connection: Connection, root: str, settings: Settings) -> alerts.Lo
     keep: tuple[str, ...] = ()
     if oldest is not None and oldest.age_us >= most * _SECOND:
         age = oldest.age_us / _SECOND
-        why = f": {oldest.last_error}" if oldest.last_error else ""
+        why = f": {_on_one_line(oldest.last_error)}" if oldest.last_error else ""
+        task = _on_one_line(oldest.task_name) if oldest.task_name else "an event"
         said = {
             "threshold": most,
             "value": age,
-            "message": f"a message of {oldest.task_name or 'an event'} has been due for {age:,.0f} "
-            f"s and is not published{why}",
+            "message": f"a message of {task} has been due for {age:,.0f} s and is not "
+            f"published{why}",
             "details": {"task_id": oldest.task_id},
         }
         found.append(alerts.Found("overdue", "", 0, said))

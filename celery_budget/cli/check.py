@@ -6,6 +6,7 @@ import click
 from celery.bin.base import CeleryOption
 
 from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
+from celery_budget.cli.values import SECONDS
 from celery_budget.integration.checkup import ASK_SECONDS
 from celery_budget.render.check import check_view
 
@@ -19,7 +20,7 @@ __all__ = ["check"]
 @click.option(
     "--timeout",
     cls=CeleryOption,
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     default=ASK_SECONDS,
     show_default=True,
     help="How many seconds workers are given to answer.",

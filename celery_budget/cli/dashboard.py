@@ -70,7 +70,11 @@ def dashboard(ctx: click.Context, port: int, host: str, token: str | None, root_
       celery -A proj budget dashboard --host 0.0.0.0    # with a token
     """
     installed = installed_of(ctx)
-    given = token or os.environ.get(TOKEN) or installed.settings.dashboard_token or None
+    # An empty one is none, but where it was named: a variable that was to have it is not set.
+    given = token
+    if given is None:
+        given = os.environ.get(TOKEN) or installed.settings.dashboard_token or None
+    root_path = "/".join(["", *filter(None, root_path.split("/"))])
     with _listening(host, port) as listener:
         shown, is_own = _address(listener, host)
         if given is None and not is_own:
@@ -110,13 +114,16 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         listener = socket.create_server(address[:2], family=family, backlog=128)
-    except OSError as error:
+    # A name that no name can be is a UnicodeError.
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(_why(error, host, port)) from error
     with listener:
         yield listener
 
 
-def _why(error: OSError, host: str, port: int) -> str:
+def _why(error: OSError | UnicodeError, host: str, port: int) -> str:
+    if isinstance(error, UnicodeError):
+        return f"{printable(host)!r} is no address, and no name of one; give another --host"
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} of {printable(host)} is in use, by another dashboard or something else; "

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
-from celery_budget.cli.values import RATIO, limit_of, parent_of
+from celery_budget.cli.values import RATIO, limit_of, parent_of, thresholds_of
 from celery_budget.core.budgets import MOST_WEIGHT
 from celery_budget.core.declarations import Change
 from celery_budget.core.lane_files import LaneChange
@@ -165,6 +165,8 @@ def set_(
         terms["limit"] = limit_of(limit)
     if parent is not None:
         terms["parent"] = parent_of(parent)
+    if alert_at is not None:
+        terms["alert_at"] = thresholds_of(alert_at)
     if not terms and not reopen:
         raise click.UsageError(
             "nothing is to be changed; give --limit or another term ('budget show NAME' shows them)"

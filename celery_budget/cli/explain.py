@@ -6,7 +6,7 @@ import click
 from celery.bin.base import CeleryOption
 
 from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
-from celery_budget.cli.values import AMOUNT
+from celery_budget.cli.values import AMOUNT, COUNT
 from celery_budget.render.holdings import budget_view
 from celery_budget.render.stories import stories_view
 
@@ -27,7 +27,7 @@ _LIMIT = 20
 @click.option(
     "--limit",
     cls=CeleryOption,
-    type=click.IntRange(1),
+    type=COUNT,
     help=f"Of a budget: how many holds, the largest, and how much of what waits; {_LIMIT}.",
 )
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import shutil
 import sys
@@ -13,13 +14,23 @@ from celery.bin.base import CeleryCommand, CeleryOption, handle_preload_options
 from click_didyoumean import DYMGroup
 from rich.console import RenderableType
 
-from celery_budget.errors import BudgetError, InvalidName, InvalidPeriod, NotInstalled
+from celery_budget.errors import (
+    BudgetError,
+    InvalidName,
+    InvalidPeriod,
+    InvalidReport,
+    NotInstalled,
+)
 from celery_budget.integration.context import find_installed
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
 from celery_budget.render.text import as_text, printable
 
 __all__ = ["BudgetCommand", "budget", "called", "installed_of", "json_option", "show"]
+
+
+#: Where a disk takes no more, as that of a file that the output goes to.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WrongUse(click.ClickException):
@@ -45,7 +56,7 @@ class BudgetGroup(DYMGroup):
         """Run the subcommand."""
         try:
             return super().invoke(ctx)
-        except (InvalidName, InvalidPeriod) as error:
+        except (InvalidName, InvalidPeriod, InvalidReport) as error:
             raise WrongUse(printable(called(ctx, str(error)))) from error
         except BudgetError as error:
             raise click.ClickException(printable(called(ctx, str(error)))) from error
@@ -53,6 +64,11 @@ class BudgetGroup(DYMGroup):
             told = " ".join(error.format_message().split())
             command = (error.ctx or ctx).command_path
             raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            told = f"what was to be printed is not, or not whole: {error.strerror}"
+            raise click.ClickException(told) from error
 
 
 def called(ctx: click.Context, told: str) -> str:

@@ -13,7 +13,7 @@ from celery_budget.cli.declare import show_standing
 from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option
 from celery_budget.cli.group import show as print_out
 from celery_budget.cli.progress import Progress
-from celery_budget.cli.values import DURATION
+from celery_budget.cli.values import COUNT, DURATION
 from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile import balance_as_dict
 from celery_budget.render.budgets import budgets_view, journal_table
@@ -73,7 +73,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
 @click.option(
     "--limit",
     cls=CeleryOption,
-    type=click.IntRange(1),
+    type=COUNT,
     help="How many entries, the newest first; by default 100.",
 )
 @click.option(

@@ -13,6 +13,7 @@ from celery_budget.cli.group import (
     json_option,
     show,
 )
+from celery_budget.cli.values import COUNT
 from celery_budget.render.tables import parked_table
 from celery_budget.render.text import literal
 
@@ -37,7 +38,7 @@ def parked() -> None:
 @click.option(
     "--limit",
     cls=CeleryOption,
-    type=click.IntRange(1),
+    type=COUNT,
     default=100,
     show_default=True,
     help="How many, budget by budget, what is served first first.",

@@ -13,6 +13,7 @@ from celery_budget.cli.group import (
     json_option,
     show,
 )
+from celery_budget.cli.values import COUNT
 from celery_budget.render.tables import quarantine_facts, quarantine_table
 from celery_budget.render.text import literal
 
@@ -40,7 +41,7 @@ def quarantine() -> None:
 @click.option(
     "--limit",
     cls=CeleryOption,
-    type=click.IntRange(1),
+    type=COUNT,
     default=100,
     show_default=True,
     help="How many, the last first.",

@@ -11,7 +11,7 @@ from celery.bin.base import CeleryOption
 
 from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.cli.progress import Progress
-from celery_budget.cli.values import DURATION
+from celery_budget.cli.values import COUNT, COUNT_OR_NONE, DURATION
 from celery_budget.render.invoices import comparison_view
 from celery_budget.render.reconcile import reconciliation_view
 
@@ -28,7 +28,7 @@ __all__ = ["reconcile"]
 @click.option(
     "--limit",
     cls=CeleryOption,
-    type=click.IntRange(0),
+    type=COUNT_OR_NONE,
     default=20,
     show_default=True,
     help="How much that is open is told one by one, of each kind.",
@@ -37,7 +37,7 @@ __all__ = ["reconcile"]
 @click.option(
     "--results",
     cls=CeleryOption,
-    type=click.IntRange(1),
+    type=COUNT,
     metavar="N",
     help="Look up the results of the last N requests that have ended.",
 )

@@ -13,6 +13,7 @@ from celery import Celery
 from celery.bin.base import LOG_LEVEL, CeleryOption
 
 from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
+from celery_budget.cli.values import SECONDS
 from celery_budget.integration.service import RelayService
 from celery_budget.reconcile import RelaySeen
 from celery_budget.render.tables import FULL, relays_table
@@ -48,7 +49,7 @@ HEALTHY_SECONDS = 15.0
 @click.option(
     "--max-age",
     cls=CeleryOption,
-    type=click.FloatRange(min=0, min_open=True),
+    type=SECONDS,
     help="With --health: seen how many seconds ago at most; by default 15.",
 )
 @click.option("--any-host", cls=CeleryOption, is_flag=True, help="With --health: on any host.")

@@ -12,22 +12,27 @@ from typing import Any
 
 import click
 
+from celery_budget.core.alerts import parse_thresholds
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import Limit, Share, parts_per_million
-from celery_budget.errors import BudgetError
+from celery_budget.errors import BudgetError, InvalidBudget
 
 # click.ParamType takes a type argument in its newer releases only.
 
 __all__ = [
     "AMOUNT",
+    "COUNT",
+    "COUNT_OR_NONE",
     "DURATION",
     "INSTANT",
     "MAYBE_AMOUNT",
     "NO_LIMIT",
     "RATIO",
+    "SECONDS",
     "WHEN",
     "limit_of",
     "parent_of",
+    "thresholds_of",
 ]
 
 _NONE = "none"
@@ -38,6 +43,8 @@ NO_LIMIT = object()
 _DIGITS = re.compile(r"[0-9]+(_[0-9]+)*")
 _DURATION = re.compile(r"([0-9]{1,12})([smhdw])")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+#: A year: what waits takes no number that is none, nor one that has no end.
+_MOST_SECONDS = 31_536_000
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -74,6 +81,18 @@ def parent_of(text: str) -> str | None:
     return None if text.lower() == _NONE else text
 
 
+def thresholds_of(text: str) -> str:
+    """Return ``text`` if it writes thresholds.
+
+    :raises click.BadParameter: otherwise.
+    """
+    try:
+        parse_thresholds(text, "it")
+    except InvalidBudget as exc:
+        raise click.BadParameter(str(exc), param_hint="'--alert-at'") from exc
+    return text
+
+
 class _Amount(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "amount"
 
@@ -105,6 +124,27 @@ class _Ratio(click.ParamType):  # type: ignore[type-arg, unused-ignore]
                 ctx,
             )
         return Decimal(value)
+
+
+class _Seconds(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        # Not true of nan either.
+        if not 0 < seconds <= _MOST_SECONDS:
+            self.fail(
+                f"{value!r} is not a number of seconds above 0, such as 1.5, and up to "
+                f"{_MOST_SECONDS:,}",
+                param,
+                ctx,
+            )
+        return seconds
 
 
 class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -184,5 +224,9 @@ MAYBE_AMOUNT = _MaybeAmount()
 RATIO = _Ratio()
 DURATION = _Duration()
 INSTANT = _Instant()
+#: How many of something: no more than a database takes for it, with some to spare.
+COUNT, COUNT_OR_NONE = click.IntRange(1, 1_000_000_000), click.IntRange(0, 1_000_000_000)
+#: A number of seconds, as a float.
+SECONDS = _Seconds()
 #: A time before now, or an instant.
 WHEN = _When()

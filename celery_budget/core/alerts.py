@@ -45,8 +45,7 @@ class Alert:
 
     :ivar id: the same each time this alert is told, for who wants it once.
     :ivar kind: one of :data:`KINDS`.
-    :ivar subject: the budget's name; of ``drift`` stage, estimator and version; of ``parked`` the
-        budget that is waited for; else empty.
+    :ivar subject: the budget's name; of ``drift`` stage, estimator and version; else empty.
     :ivar threshold: what was reached: a share of the limit (0.8), or a number of seconds, requests
         or mismatches, or a ratio.
     :ivar value: what it was when it was seen, in the same measure.
@@ -142,7 +141,8 @@ def _parts(value: object, what: str) -> int:
         parts = number * MILLION
         if not 0 < parts <= TOP or parts != int(parts):
             raise InvalidOperation
-    except (InvalidOperation, ValueError, OverflowError):
+    # Also what a decimal number cannot hold.
+    except (ArithmeticError, ValueError):
         raise _wrong(value, what) from None
     return int(parts)
 

@@ -165,7 +165,8 @@ def parts_per_million(value: object, what: str) -> int:
         parts = Decimal(str(value)) * MILLION
         if not 0 <= parts <= MILLION or parts != int(parts):
             raise InvalidOperation
-    except (InvalidOperation, ValueError, OverflowError):
+    # Also what a decimal number cannot hold.
+    except (ArithmeticError, ValueError):
         raise InvalidBudget(
             f"{what} is {value!r}; give a ratio from 0 to 1 with at most six decimal places"
         ) from None

@@ -27,7 +27,7 @@ from celery_budget.core.checkup import (
 from celery_budget.core.periods import Period
 from celery_budget.core.prices import Unpriced
 from celery_budget.core.rules import judge
-from celery_budget.errors import BudgetError, NotInstalled, SchemaError, StoreError
+from celery_budget.errors import BudgetError, SchemaError, StoreError
 from celery_budget.integration.alerts import on_alert_of
 from celery_budget.integration.info import (
     COMMAND,
@@ -102,8 +102,9 @@ def collect(budget: CeleryBudget, timeout: float = ASK_SECONDS) -> Facts:
 def _error(look: Any) -> str:
     try:
         look()
-    except (BudgetError, NotInstalled) as error:
-        return str(error)
+    # Whatever an application's own parts raise where they cannot be made.
+    except Exception as error:  # noqa: BLE001
+        return _said(error)
     return ""
 
 

@@ -186,13 +186,13 @@ class Gate:
         embed = passed_on(embed, Deadline(request.within_us, request.deadline_us))
         call.options["headers"] = {
             **(call.options.get("headers") or {}),
-            HEADER: header(request.root, request.reservation_id),
             # Celery's own mean something else, whatever a propagator calls its headers.
             **{
                 name: value
                 for name, value in call.span.carrier().items()
                 if name not in call.message.headers
             },
+            HEADER: header(request.root, request.reservation_id),
         }
         waits = request.unreserved or call.origin == "retry" or _is_step(request)
         batch = None if waits else current_batch(self._budget)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import socketserver
 import threading
+import weakref
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -42,7 +44,8 @@ def serve(host: str, port: int, answer: Answer, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             server = _server(host, port, answer)
-        except OSError as error:
+        # A name that no name can be is a UnicodeError.
+        except (OSError, UnicodeError) as error:
             if not told:
                 logger.event("metrics.unserved", address=address, error=error)
             told = True
@@ -64,10 +67,25 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, family: socket.AddressFamily, *args: Any) -> None:
         self.address_family = family
         super().__init__(*args)
+        _listening.add(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no fault of ours."""
         logger.event("metrics.unanswered", exc_info=True)
+
+
+#: The servers of this process. A child that is forked of it, such as a worker's, has their sockets
+#: as well: while it lived, the port would be taken and nobody would answer there.
+_listening: weakref.WeakSet[_Server] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for server in list(_listening):
+        server.socket.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _server(host: str, port: int, answer: Answer) -> _Server:

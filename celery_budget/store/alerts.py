@@ -62,6 +62,9 @@ Row = sa.Row[Any]
 BUDGET = "budget"
 #: How long alerts of a window are kept after its end.
 KEPT_US = 3_600_000_000
+#: A look that is so far ahead was made before the clock was set back; one that is less was made by
+#: another looker just now.
+SET_BACK_US = 60_000_000
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,16 @@ class Key(NamedTuple):
 def begin_look(connection: Connection, root: str, what: str, every_us: int) -> str | None:
     """Begin a look that nobody has begun for so long; return behind which name, none if not due.
 
-    Locks the row of ``what``; where another looker holds it, it is not due.
+    It is due as well where the last look is still to come, since the clock was set back. Locks the
+    row of ``what``; where another looker holds it, it is not due.
     """
     mine = sa.and_(alert_looks.c.root == root, alert_looks.c.what == what)
     if connection.execute(sa.select(alert_looks.c.what).where(mine)).first() is None:
         insert_new(connection, alert_looks, root=root, what=what, looked_us=0, after_name="")
+    looked = alert_looks.c.looked_us
     row = connection.execute(
         sa.select(alert_looks.c.after_name)
-        .where(mine, alert_looks.c.looked_us <= instant() - every_us)
+        .where(mine, sa.or_(looked <= instant() - every_us, looked > instant() + SET_BACK_US))
         .with_for_update(skip_locked=True)
     ).first()
     if row is None:

@@ -123,6 +123,16 @@ def test_several_relays_look_no_more_often_than_one(looker: Looker) -> None:
     assert [one.run_once().raised for one in seldom] == [3, 0, 0]
 
 
+def test_a_clock_that_was_set_back_holds_up_no_look(looker: Looker) -> None:
+    looker.ledger.reserve(80)
+    assert looker.made(alert_seconds=60.0).run_once().raised == 1
+    looker.ledger.put("alert_looks", {"looked_us": sa.text("looked_us + 86400000000")})
+    looker.ledger.reserve(15)
+    assert looker.made(alert_seconds=60.0).run_once().raised == 1
+    looker.ledger.reserve(5)
+    assert looker.made(alert_seconds=60.0).run_once().raised == 0
+
+
 def test_another_window_alerts_anew(looker: Looker) -> None:
     ledger = looker.ledger
     ledger.set("day", 10, period="day")
@@ -358,8 +368,18 @@ def test_messages_that_are_overdue(looker: Looker) -> None:
     ledger = looker.ledger
     request = ledger.reserve(1)
     assert looker.look() == []
-    ledger.put("outbox", {"due_us": ledger.now() - 61_000_000})
+    ledger.put(
+        "outbox",
+        {
+            "due_us": ledger.now() - 61_000_000,
+            "task_name": "draft\n[CRITICAL]",
+            "last_error": "refused\r\n by all",
+        },
+    )
     assert looker.look() == [("overdue", "", 60.0)]
+    [alert] = looker.told.alerts
+    assert "a message of draft [CRITICAL] has been due" in alert.message
+    assert alert.message.endswith("is not published: refused by all")
     ledger.make_due(request)
     assert ledger.relay().published == 1
     looker.look()

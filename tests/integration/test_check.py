@@ -68,6 +68,12 @@ def test_warnings_fail_where_they_are_to(shop: Shop, run: Run) -> None:
     assert run(shop.app, "check", "--strict", "--json", "--timeout", "0.05").code == 1
 
 
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1", "1e300", "soon"])
+def test_a_timeout_that_is_none(shop: Shop, run: Run, timeout: str) -> None:
+    done = run(shop.app, "check", "--timeout", timeout)
+    assert done.failed(2, f"'{timeout}' is not a number of seconds")
+
+
 def test_nothing_is_changed(on_both: Shop) -> None:
     before = on_both.ledger()
     assert found(on_both, "read-only")[0].level == "ok"
@@ -82,6 +88,14 @@ def test_the_rest_is_looked_at_while_the_broker_is_away(make_shop: Callable[...,
     assert found(shop, "read-only")[0].level == "ok"
     [seen] = facts(shop).brokers
     assert (seen.transport, seen.visibility_seconds) == ("redis", 3600.0)
+
+
+def test_the_rest_is_looked_at_where_no_broker_is_named(make_shop: Callable[..., Shop]) -> None:
+    shop = make_shop(broker_url="nosuch://there")
+    for rule in ("broker", "gate"):
+        [one] = found(shop, rule)
+        assert one.level == "error"
+        assert "nosuch" in one.seen
 
 
 def test_the_rest_is_looked_at_while_the_ledger_is_away(make_shop: Callable[..., Shop]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from celery_budget import budgeted
-from celery_budget.cli import budget
+from celery_budget.cli import budget, group
 from tests.contract.support import RETURNED, Ledger
 from tests.integration.commands import Done, Run, runner
 from tests.integration.support import Shop, make_app
@@ -381,3 +382,31 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "journal tenant:a",
+        "explain --budget tenant:a",
+        "parked list",
+        "quarantine list",
+        "reconcile",
+    ],
+)
+def test_more_than_any_database_counts_is_wrong_use(shop: Shop, run: Run, command: str) -> None:
+    shop.budget.set("tenant:a", limit=10, unit="tokens")
+    done = run(shop.app, *command.split(), "--limit", "9" * 23)
+    assert done.failed(2, "'--limit'")
+
+
+def test_a_full_disk_is_said_where_the_output_goes_to_it(
+    shop: Shop, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(group.click, "echo", full)
+    for json in ([], ["--json"]):
+        done = run(shop.app, "list", *json)
+        assert done.failed(1, "what was to be printed is not, or not whole: No space left")

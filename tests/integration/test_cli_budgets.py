@@ -428,3 +428,18 @@ def test_close_drains_and_can_be_repeated(on_both: Shop, run: Run) -> None:
 def test_close_of_an_unknown_budget_fails(shop: Shop, run: Run) -> None:
     assert run(shop.app, "close", "nobody").failed(1, "there is no budget named 'nobody'")
     assert run(shop.app, "close").failed(2, "Missing argument 'NAME'")
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--alert-at", "1e9999999"),
+        ("--alert-at", "80%,,95%"),
+        ("--alert-at", ""),
+        ("--soft-stop", "1e9999999"),
+        ("--hard-stop", "-1e9999999"),
+    ],
+)
+def test_a_share_that_is_none_is_wrong_use(shop: Shop, run: Run, option: str, text: str) -> None:
+    shop.budget.set("tenant:a", limit=10, unit="tokens")
+    assert run(shop.app, "set", "tenant:a", option, text).failed(2, f"'{option}'")

@@ -100,6 +100,30 @@ def test_an_address_that_is_not_here_is_said(shop: Shop, run: Run, host: str) ->
     assert done.failed(1, f"cannot listen on port 0 of {host}")
 
 
+@pytest.mark.parametrize("host", [".local", f"{'a' * 64}.example"])
+def test_an_address_that_is_none_is_said(shop: Shop, run: Run, host: str) -> None:
+    done = run(shop.app, "dashboard", "--port", "0", "--host", host, "--token", "x")
+    assert done.failed(1, f"'{host}' is no address")
+
+
+def test_a_token_that_is_given_empty_opens_nothing(shop: Shop, run: Run) -> None:
+    done = run(shop.app, "dashboard", "--port", "0", "--token", "")
+    assert done.failed(1, "the token of a dashboard is empty")
+
+
+@pytest.mark.parametrize("given", ["ops", "/ops/", "//ops", "ops//"])
+def test_a_root_path_is_taken_as_it_is_meant(
+    serve: Callable[..., tuple[Process, str]], given: str
+) -> None:
+    _, address = serve("--root-path", given, "--token", SECRET)
+    assert address.endswith("/ops")
+    bearer = {"Authorization": f"Bearer {SECRET}"}
+    base = address.removesuffix("/ops")
+    assert 'href="/ops/static/' in httpx.get(f"{base}/", headers=bearer).text
+    opened = httpx.get(f"{base}/plots", params={"token": SECRET})
+    assert opened.headers["Location"] == "/ops/plots"
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "http"])
 def test_a_port_that_is_none(shop: Shop, run: Run, port: str) -> None:
     assert run(shop.app, "dashboard", "--port", port).code == 2

@@ -106,6 +106,12 @@ def test_a_relay_of_another_root_does_not_count(
     assert run(shop.app, "relay", "--health", "--any-host").code == 1
 
 
+@pytest.mark.parametrize("age", ["nan", "inf", "0"])
+def test_an_age_that_is_none(shop: Shop, run: Run, age: str) -> None:
+    done = run(shop.app, "relay", "--health", "--max-age", age)
+    assert done.failed(2, f"'{age}' is not a number of seconds")
+
+
 @pytest.mark.parametrize("option", [["--max-age", "5"], ["--any-host"], ["--json"]])
 def test_its_options_mean_nothing_without_it(shop: Shop, run: Run, option: list[str]) -> None:
     assert run(shop.app, "relay", *option).failed(2, "are for --health")

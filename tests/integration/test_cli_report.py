@@ -108,7 +108,7 @@ def test_what_is_no_time_is_wrong_use(
 
 def test_a_period_without_time_is_refused(shop: Shop, run: Run) -> None:
     done = run(shop.app, "report", "--since", "1d", "--until", "2d")
-    assert done.failed(1, "the period begins at")
+    assert done.failed(2, "the period begins at")
 
 
 def test_only_one_budget_or_stage(used: Shop, run: Run) -> None:

@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from celery_budget import BudgetedTask, BudgetExceeded, tracing, usage
+from celery_budget.integration.context import HEADER
 from celery_budget.store import schema
 from tests.apps import traced
 from tests.cluster import Cluster, eventually
@@ -486,6 +487,7 @@ def test_a_propagator_cannot_change_a_message(
 
         def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
             carrier.update(id="another", task="another", own="kept", number=7)
+            carrier[HEADER] = "another"
 
     monkeypatch.setattr(propagate, "_HTTP_TEXT_FORMAT", Greedy())
     result = tasks.task("spend").delay("a")
@@ -494,6 +496,7 @@ def test_a_propagator_cannot_change_a_message(
     headers = message.headers
     assert (headers["id"], headers["task"], headers["own"]) == (result.id, "spend", "kept")
     assert "number" not in headers
+    assert str(tasks.rows(schema.reservations)[0].reservation_id) in headers[HEADER]
 
 
 def test_celerys_own_instrumentation_beside_it(tasks: Shop, traces: Traces) -> None:

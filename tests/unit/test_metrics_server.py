@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,13 +21,13 @@ def start(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., threading.
     caplog.set_level("INFO", server.__name__)
     running: list[tuple[threading.Event, threading.Thread]] = []
 
-    def serve(port: int, body: bytes = b"up 1\n") -> threading.Event:
+    def serve(port: int, body: bytes = b"up 1\n", host: str = "127.0.0.1") -> threading.Event:
         stop = threading.Event()
 
         def answer(accept: str) -> tuple[bytes, str]:
             return body + accept.encode(), "text/plain"
 
-        thread = threading.Thread(target=server.serve, args=("127.0.0.1", port, answer, stop))
+        thread = threading.Thread(target=server.serve, args=(host, port, answer, stop))
         running.append((stop, thread))
         thread.start()
         return stop
@@ -67,6 +69,47 @@ def test_it_answers_a_scrape_and_nothing_else(
     assert ask(port, "HEAD") == (200, "text/plain", b"")
     assert [ask(port, path=path)[0] for path in ("/", "/metrics/x", "//")] == [404, 404, 404]
     assert ask(port, "POST")[0] == 501
+
+
+def test_an_address_that_is_none_is_said_and_ends_nothing(
+    start: Callable[..., threading.Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    start(free_port(), host=".local")
+    logged(caplog, "metrics cannot be served on http://.local:")
+
+
+FORKS = """
+import os, socket, sys, threading
+from celery_budget.metrics import server
+
+port, stop = int(sys.argv[1]), threading.Event()
+thread = threading.Thread(target=server.serve, args=("127.0.0.1", port, None, stop))
+thread.start()
+while not server._listening:
+    pass
+reading, writing = os.pipe()
+if not os.fork():
+    os.close(writing)
+    os.read(reading, 1)
+    os._exit(0)
+os.close(reading)
+stop.set()
+thread.join()
+socket.create_server(("127.0.0.1", port)).close()
+os.close(writing)
+os.wait()
+"""
+
+
+def test_a_child_does_not_keep_the_port() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_client_that_says_nothing_holds_up_nobody(
