@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 import sqlalchemy as sa
@@ -240,7 +240,7 @@ def test_a_copy_whose_task_is_not_known_changes_nothing(case: Early) -> None:
     [story] = case.cluster.budget.explain(result.id)
     delivery = Delivery(
         case.cluster.budget.settings.root,
-        story.reservation["reservation_id"],
+        UUID(story.reservation["reservation_id"]),
         result.id,
         0,
         0,
