@@ -34,9 +34,11 @@ def ledger(make_shop: Callable[..., Shop]) -> tuple[Shop, Ledger]:
 
 def told(shop: Shop, **asked: Any) -> dict[str, Any]:
     found = shop.budget.report(**asked).as_dict()
-    # A relay that runs, and how long ago, is no figure.
+    # When it was asked, a relay that runs, and how long ago, is no figure.
     return {
-        name: found[name] for name in found if name not in ("relays", "open", "overdue_seconds")
+        name: found[name]
+        for name in found
+        if name not in ("at_us", "relays", "open", "overdue_seconds")
     }
 
 
