@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page
 
 from celery_budget.render.html import report_html
 from tests.cluster import ROOT
-from tests.unit.sample import BY_TENANT, HOSTILE, NOW
+from tests.unit.sample import BY_TENANT, HOSTILE
 
 SCREENSHOTS = Path(os.environ.get("BUDGET_SCREENSHOTS") or ROOT / ".screenshots")
 #: Milliseconds after which a test gives up waiting for a page.
@@ -32,7 +32,7 @@ Look = Callable[..., Page]
 def look(browser: Browser, tmp_path: Path) -> Iterator[Look]:
     """Open the page of the sample; it must load nothing else and run nothing."""
     file = tmp_path / "report.html"
-    file.write_text(report_html(BY_TENANT, NOW), "utf-8")
+    file.write_text(report_html(BY_TENANT), "utf-8")
     contexts, asked, wrong = [], [], []
 
     def opened(size: Any = DESK, media: str = "screen", **options: Any) -> Page:
