@@ -404,10 +404,6 @@ class _Rest:
         return ended
 
 
-def _named(due: Due) -> str:
-    return f"the message of task {due.message.task_name}[{due.message.task_id}]"
-
-
 def run_once(store: Store, settings: Settings, publisher: Publisher, ended: Ended) -> Relayed:
     """Make one pass, as a relay of its own: for whoever has a timer already."""
     return Relay(store, settings, publisher, ended).run_once(threading.Event())
