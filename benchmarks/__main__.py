@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,20 +18,27 @@ from benchmarks.measure import Comparison, Effort
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
 
-BENCHMARKS = {
+#: What ``make bench`` runs.
+SHORT = {
     "caller": caller.run,
     "latency": starting.run,
     "relay": relaying.run,
-    "report": reporting.run,
     "worker": working.run,
 }
+#: What ``make bench-long`` runs: histories and backlogs.
+LONG = {
+    "report": reporting.run,
+}
+BENCHMARKS = {**SHORT, **LONG}
+#: Every figure of the last run, with what it was to be.
+LATEST = Path(__file__).parent / "results" / "latest.json"
 PACKAGES = ("celery-budget", "celery", "kombu", "SQLAlchemy", "psycopg", "redis")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for; 1 where a benchmark could not run for want of a server."""
+    """Run what was asked for; 1 where a target was missed or a server could not be had."""
     options = _parser().parse_args(arguments)
-    names = options.only or list(BENCHMARKS)
+    names = options.only or list(LONG if options.long else SHORT)
     effort = Effort(options.rounds, options.seconds)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     print(f"{platform.platform()}, {cores} cores, load {load:.2f} at the start", flush=True)
@@ -51,15 +59,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         found.append(comparison)
         print(f"\n{comparison.as_text()}\n\n  took {time.monotonic() - begin:.0f} s", flush=True)
+        _keep(comparison, first=len(found) == 1)
+    missed = [check.name for one in found for check in one.checks if not check.ok]
+    for name_of in missed:
+        print(f"missed: {name_of}", file=sys.stderr)
     if options.json is not None:
         options.json.write_text(json.dumps(_document(load, found), indent=2) + "\n")
-    return int(missing)
+    return int(missing or bool(missed))
+
+
+def _keep(comparison: Comparison, *, first: bool) -> None:
+    """Append a benchmark's figures to those of this run."""
+    LATEST.parent.mkdir(exist_ok=True)
+    kept = [] if first else json.loads(LATEST.read_text())
+    kept += [asdict(check) for check in comparison.checks]
+    LATEST.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only", action="append", choices=[*BENCHMARKS], help="run this one; may be repeated"
+    )
+    parser.add_argument(
+        "--long", action="store_true", help="run those with long histories and backlogs instead"
     )
     parser.add_argument(
         "--rounds", type=_positive, default=10, help="blocks of each side (default: 10)"

@@ -186,8 +186,13 @@ def as_documented(shop: Shop, framework: str, monkeypatch: pytest.MonkeyPatch) -
     project.budget = shop.budget  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "proj", ModuleType("proj"))
     monkeypatch.setitem(sys.modules, "proj.celery", project)
-    if framework == "Django" and not settings.configured:
-        settings.configure(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], SECRET_KEY="x")
+    if framework == "Django":
+        # They may be those of another test of the same process.
+        if not settings.configured:
+            settings.configure()
+        given = {"ROOT_URLCONF": __name__, "ALLOWED_HOSTS": ["*"], "SECRET_KEY": "x"}
+        for name, value in given.items():
+            monkeypatch.setattr(settings, name, value, raising=False)
     known: dict[str, Any] = {"FastAPI": FastAPI, "os": os, "budget": shop.budget}
     exec(code, known)  # noqa: S102 - it is our own page
     return known["application" if framework == "Django" else "app"]

@@ -48,7 +48,7 @@ SQLITE = replace(
 WORKER = WorkerSeen(
     "w@here",
     version="1",
-    schema="0007",
+    schema="0008",
     root="default",
     ledger="d",
     mark="m",
@@ -64,7 +64,7 @@ CLEAN = Facts(
     host="here",
     pid=1,
     version="1",
-    schema="0007",
+    schema="0008",
     root="default",
     ledger="d",
     lease_seconds=60.0,
