@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from django.conf import settings
+from django.test.utils import override_settings
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
@@ -186,13 +188,6 @@ def as_documented(shop: Shop, framework: str, monkeypatch: pytest.MonkeyPatch) -
     project.budget = shop.budget  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "proj", ModuleType("proj"))
     monkeypatch.setitem(sys.modules, "proj.celery", project)
-    if framework == "Django":
-        # They may be those of another test of the same process.
-        if not settings.configured:
-            settings.configure()
-        given = {"ROOT_URLCONF": __name__, "ALLOWED_HOSTS": ["*"], "SECRET_KEY": "x"}
-        for name, value in given.items():
-            monkeypatch.setattr(settings, name, value, raising=False)
     known: dict[str, Any] = {"FastAPI": FastAPI, "os": os, "budget": shop.budget}
     exec(code, known)  # noqa: S102 - it is our own page
     return known["application" if framework == "Django" else "app"]
@@ -202,6 +197,16 @@ def as_documented(shop: Shop, framework: str, monkeypatch: pytest.MonkeyPatch) -
 urlpatterns: list[Any] = []
 
 
+@pytest.fixture
+def django_project() -> Iterator[None]:
+    """Have Django be of this project, whatever it was of for an earlier test of this process."""
+    if not settings.configured:
+        settings.configure()
+    with override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"]):
+        yield
+
+
+@pytest.mark.usefixtures("django_project")
 @pytest.mark.parametrize("framework", ["FastAPI", "Django"])
 def test_mounted_it_knows_where_it_is(
     shop: Shop, framework: str, monkeypatch: pytest.MonkeyPatch

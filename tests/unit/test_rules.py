@@ -209,7 +209,7 @@ WRONG: list[tuple[str, str, str, Facts]] = [
     ("workers-ledger", "error", "another ledger", worker(ledger="e", mark=None)),
     ("workers-ledger", "error", "cannot ask its ledger: refused", worker(error="refused")),
     ("workers-version", "warning", "w@here has version 2", worker(version="2")),
-    ("workers-version", "error", "needs schema 0008", worker(schema="0008")),
+    ("workers-version", "error", "needs schema 0009", worker(schema="0009")),
     ("workers-lease", "warning", "w@here has 10 s", worker(lease_seconds=10.0)),
     ("workers-clock", "warning", "w@here is +2.0 s off", worker(clock_seconds=2.0)),
     ("workers-clock", "error", "w@here is -16.0 s off", worker(clock_seconds=-16.0)),
