@@ -28,6 +28,7 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.events import Logger
+from celery_budget.store.prepared import Direct, is_direct
 from celery_budget.store.unready import Unready
 
 __all__ = ["PREPARATIONS", "Stop", "Store", "Writer", "enlisted", "state_of"]
@@ -183,10 +184,14 @@ class Store:
         """Open a connection on which each statement is its own transaction.
 
         On SQLite, where nothing is saved by that, it is one transaction; so it is on a server
-        whose isolation level, unless told otherwise, is not read committed.
+        whose isolation level, unless told otherwise, is not read committed. What is prepared
+        (:class:`~celery_budget.store.prepared.Statement`) is sent past SQLAlchemy.
         """
         if self.dialect == "sqlite" or not self._reads_committed():
             with self.transaction() as connection:
+                yield connection
+        elif is_direct(self._engine):
+            with self.translated(), Direct(self._autocommit) as connection:
                 yield connection
         else:
             with self.translated(), self._autocommit.connect() as connection:
@@ -286,6 +291,18 @@ class Store:
         """
         return self._retry(
             self.transaction, None, stop or threading.Event(), function, *args, **kwargs
+        )
+
+    def wait_out_statement(
+        self,
+        stop: Stop | None,
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """As :meth:`wait_out`, for a function that executes one statement, as run_statement."""
+        return self._retry(
+            self.statement, None, stop or threading.Event(), function, *args, **kwargs
         )
 
     def wait_out_reading(
