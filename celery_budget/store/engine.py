@@ -288,6 +288,18 @@ class Store:
             self.transaction, None, stop or threading.Event(), function, *args, **kwargs
         )
 
+    def wait_out_statement(
+        self,
+        stop: Stop | None,
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """As :meth:`wait_out`, for a function that executes one statement, as run_statement."""
+        return self._retry(
+            self.statement, None, stop or threading.Event(), function, *args, **kwargs
+        )
+
     def wait_out_reading(
         self,
         stop: Stop | None,
