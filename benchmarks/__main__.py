@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks import caller, history, relaying, reporting, starting, working
 from benchmarks.measure import Comparison, Effort
+from benchmarks.peers import comparing
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
 
@@ -22,6 +23,9 @@ from tests.services.base import ServiceUnavailable
 SHORT = {
     "caller": caller.run,
     "latency": starting.run,
+    "peers-call": comparing.calls,
+    "peers-hold": comparing.holds,
+    "peers-relay": comparing.relays,
     "relay": relaying.run,
     "worker": working.run,
 }
