@@ -20,7 +20,7 @@ from tests.crash.seeds import seed
 from tests.services import pgbouncer, postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
 from tests.services.pgbouncer import PgBouncer
-from tests.services.postgres import ExternalPostgres, PostgresServer
+from tests.services.postgres import ExternalPostgres, PostgresReplica, PostgresServer
 from tests.services.rabbitmq import ExternalRabbit, RabbitServer
 from tests.services.redis import ExternalRedis, RedisServer
 
@@ -148,6 +148,17 @@ def unique_name() -> str:
 def own_postgres() -> Iterator[PostgresServer]:
     """A durable PostgreSQL that the test may kill."""
     yield from _own(PostgresServer, postgres.HOW_TO_GET)
+
+
+@pytest.fixture(scope="module")
+def replicated() -> Iterator[PostgresReplica]:
+    """A replica of a primary of its own, for the tests of a module, which leave both running.
+
+    A test that kills or promotes makes a `PostgresReplica` of its own, of `own_postgres`.
+    """
+    for primary in _own(PostgresServer, postgres.HOW_TO_GET):
+        assert isinstance(primary, PostgresServer)
+        yield from _own(lambda: PostgresReplica(primary), postgres.HOW_TO_GET)
 
 
 @pytest.fixture

@@ -72,7 +72,10 @@ class Views:
         if self._store is None:
             with self._lock:
                 if self._store is None:
-                    self._store = Store(self.settings.database_url, self.settings.lock_seconds)
+                    settings = self.settings
+                    self._store = Store(
+                        settings.database_url, settings.lock_seconds, settings.answer_seconds
+                    )
         return self._store
 
     def balance(self, name: str) -> Balance:
