@@ -35,9 +35,7 @@ def run(servers: Servers, effort: Effort) -> Comparison:
             with open_ledger(url) as ledger:
                 fill(ledger.store, ledger.root, History(size, TENANTS))
             print(f"{size:,} requests written in {time.monotonic() - begin:.0f} s", flush=True)
-    short, long = (
-        Operations(servers.enter_context(open_ledger(url)), TENANTS) for url in urls
-    )
+    short, long = (Operations(servers.enter_context(open_ledger(url)), TENANTS) for url in urls)
     sides = []
     for name, told in OPERATIONS.items():
         base = f"{told}, after {SHORT:,}"

@@ -28,6 +28,7 @@ __all__ = [
     "BOOLEAN",
     "BYTES",
     "INTEGER",
+    "INTEGERS",
     "TEXT",
     "TEXTS",
     "UUIDS",
@@ -79,8 +80,26 @@ def _array(of: Kind) -> Callable[[Sequence[Any]], bytes]:
     return dump
 
 
-def _unread(value: bytes) -> Any:
-    raise NotImplementedError("no statement returns an array")
+def _elements(of: Kind) -> Callable[[bytes], list[Any]]:
+    """Return what reads an array of one dimension."""
+
+    def load(raw: bytes) -> list[Any]:
+        dimensions, _, _ = _EMPTY.unpack_from(raw)
+        values: list[Any] = []
+        at = _ARRAY.size
+        for _ in range(_ARRAY.unpack_from(raw)[3] if dimensions else 0):
+            [length] = _INT4.unpack_from(raw, at)
+            at += _INT4.size
+            values.append(None if length < 0 else of.load(raw[at : at + length]))
+            at += max(0, length)
+        return values
+
+    return load
+
+
+def _many(oid: int, of: Kind) -> Kind:
+    """Return the type of arrays of another one."""
+    return Kind(oid, _array(of), _elements(of))
 
 
 TEXT = Kind(25, _text, bytes.decode)
@@ -89,9 +108,10 @@ INTEGER = Kind(23, _INT4.pack, lambda raw: _INT4.unpack(raw)[0])
 BOOLEAN = Kind(16, (b"\0", b"\1").__getitem__, b"\1".__eq__)
 UUID_ = Kind(2950, lambda value: value.bytes, lambda raw: UUID(bytes=raw))
 BYTES = Kind(17, bytes, bytes)
-TEXTS = Kind(1009, _array(TEXT), _unread)
-BIGINTS = Kind(1016, _array(BIGINT), _unread)
-UUIDS = Kind(2951, _array(UUID_), _unread)
+TEXTS = _many(1009, TEXT)
+INTEGERS = _many(1007, INTEGER)
+BIGINTS = _many(1016, BIGINT)
+UUIDS = _many(2951, UUID_)
 
 
 class Statement:
