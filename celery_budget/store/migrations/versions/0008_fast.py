@@ -11,11 +11,24 @@ depends_on = None
 
 
 def upgrade() -> None:
-    pass
+    _wake_once()
 
 
 def downgrade() -> None:
-    pass
+    _wake_each_time()
+
+
+def _wake_once() -> None:
+    """Of all that commit while a relay sleeps one tells it."""
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_wake")
+        _run("wake_8.sql")
+
+
+def _wake_each_time() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_wake")
+        _run("wake_3.sql")
 
 
 def _run(name: str) -> None:
