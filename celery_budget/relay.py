@@ -161,7 +161,7 @@ class Relay:
         self._published: list[Due] = []
         self._trouble: str | None = None
 
-    def run_once(self, stop: threading.Event) -> Relayed:
+    def run_once(self, stop: threading.Event, told: bool = False) -> Relayed:
         """Take up to a batch of due messages for each broker and bring each one step on.
 
         First lanes let go what they may, so that it is among them. A message past its ``expires``
@@ -173,24 +173,39 @@ class Relay:
         A broker that cannot be reached is left alone for a while, longer each time.
 
         :param stop: looked at between two windows; what is in hand then is given back.
+        :param told: whether somebody has told of a message: lanes come after what is due then.
         """
         # What is in hand still, after a fault of the store.
         self.hand_back()
         if len(self._unanswered) > MOST_UNANSWERED:
             self._unanswered.clear()
+        steps: Counter[str] = Counter()
+        if told:
+            reached, again = self._pass_all(stop, steps)
+        let_go = self._dispatch(steps)
+        if let_go or not told:
+            reached, again = self._pass_all(stop, steps)
+        down = not reached and not stop.is_set()
+        return Relayed(**steps, broker_down=down, again=again or let_go)
+
+    def _dispatch(self, steps: Counter[str]) -> bool:
+        """Have lanes let go what they may; return whether they did, and count what has ended."""
         dispatched = self._dispatcher.run_once()
         for task_id in dispatched.ended:
             self._tell(task_id)
-        steps = Counter(released=len(dispatched.ended))
-        again, reached = dispatched.released > 0, False
+        steps["released"] += len(dispatched.ended)
+        return dispatched.released > 0
+
+    def _pass_all(self, stop: threading.Event, steps: Counter[str]) -> tuple[bool, bool]:
+        """Make a pass for each broker; return whether any was reached, and has more to do."""
+        reached = again = False
         for broker, rest in self._rests.items():
             if stop.is_set() or rest.lasts:
                 continue
             more = self._pass(broker, stop, steps)
             if more is not None:
-                again, reached = again or more, True
-        down = not reached and not stop.is_set()
-        return Relayed(**steps, broker_down=down, again=again)
+                reached, again = True, again or more
+        return reached, again
 
     def hand_back(self) -> None:
         """Mark what was published and give the rest back.
@@ -397,9 +412,7 @@ class Relay:
             )
             for outbox_id, count in tries.items()
         }
-        self._store.run(
-            claims.reschedule, self._settings.root, fence, waits, error, failed=failed
-        )
+        self._store.run(claims.reschedule, self._settings.root, fence, waits, error, failed=failed)
 
     def _isolate(self, fence: uuid.UUID, due: Due, reason: str, error: str) -> bool:
         """Put a message that cannot be published into quarantine; return whether it is there now."""
@@ -488,7 +501,8 @@ def run(relay: Relay, settings: Settings, sleeper: Sleeper, stop: threading.Even
         try:
             if awake:
                 sleeper.stay_awake()
-            relayed = relay.run_once(stop)
+            # What it was woken for is published before anything else is looked at.
+            relayed = relay.run_once(stop, told=not awake)
             awake = relayed.again or relayed.broker_down
             if not awake:
                 sleeper.sleep(stop)

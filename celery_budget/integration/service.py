@@ -236,11 +236,11 @@ class _Counted(relay.Relay):
 
     passes: metrics.Passes
 
-    def run_once(self, stop: threading.Event) -> relay.Relayed:
+    def run_once(self, stop: threading.Event, told: bool = False) -> relay.Relayed:
         """As :meth:`celery_budget.relay.Relay.run_once`."""
         begun, done = time.monotonic(), None
         try:
-            done = super().run_once(stop)
+            done = super().run_once(stop, told)
         finally:
             self.passes.count(begun, done)
         return done

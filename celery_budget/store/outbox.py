@@ -14,6 +14,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import ReserveRequest
 from celery_budget.store import advisory, shares
+from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     IS_HELD,
@@ -165,9 +166,13 @@ def lock_orders(connection: Connection, root: str, messages: Iterable[WireMessag
 
 
 def wake(connection: Connection, root: str) -> None:
-    """Have a relay that sleeps told at commit (PostgreSQL); elsewhere it looks by itself."""
+    """Have a relay that sleeps told at commit (PostgreSQL); elsewhere it looks by itself.
+
+    Takes the rows of relays that sleep, passing by what is locked: of several that commit one tells
+    them. A caller's transaction takes none.
+    """
     if connection.dialect.name == "postgresql":
-        connection.execute(sa.select(sa.func.budget_wake(root)))
+        connection.execute(sa.select(sa.func.budget_wake(root, is_lent(connection))))
 
 
 def wake_lane(connection: Connection, reservation: sa.Row[Any]) -> None:

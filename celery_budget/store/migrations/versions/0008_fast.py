@@ -14,9 +14,11 @@ depends_on = None
 def upgrade() -> None:
     _spread()
     _say_at_once()
+    _wake_once()
 
 
 def downgrade() -> None:
+    _wake_each_time()
     _say_no_more()
     _gather()
 
@@ -116,6 +118,19 @@ def _say_no_more() -> None:
     if op.get_bind().dialect.name == "postgresql":
         for name in reversed(AT_ONCE):
             op.execute(f"DROP FUNCTION budget_{name}")
+
+
+def _wake_once() -> None:
+    """Of all that commit while a relay sleeps one tells it."""
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_wake")
+        _run("wake_8.sql")
+
+
+def _wake_each_time() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_wake")
+        _run("wake_3.sql")
 
 
 def _run(name: str) -> None:
