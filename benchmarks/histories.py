@@ -43,8 +43,8 @@ class History:
     :ivar tenants: of how many budgets, in turns.
     :ivar above: a budget above all of them, that each request draws on as well; empty for none.
     :ivar whole: with usage records and the journal's entries.
-    :ivar tallied: all are tallied by the sweep's own step; otherwise :data:`ROLLED` of them are, and
-        the rest is said to be: there are as many tallies, and their sums are too low.
+    :ivar tallied: all are tallied by the sweep's own step; otherwise :data:`ROLLED` of them are,
+        and the rest is said to be: there are as many tallies, and their sums are too low.
     """
 
     requests: int

@@ -52,9 +52,14 @@ GATE_SECONDS = 30.0
 #: A transaction that does nothing for so many times as long as others wait for its locks is broken
 #: off: its process was stopped, or its machine cut off, and would hold them for as long.
 IDLE = 2
+#: And plans do not depend on luck: one that was made while a table was nearly empty is kept in its
+#: session, and must not read all of it once a million rows are there. Every table has a key that
+#: begins with the root, by which it is read instead. Where none would do, that counts as very dear,
+#: for which no code is compiled.
 _LIMITS = sa.text(
     "SELECT set_config('lock_timeout', :lock, true),"
-    " set_config('idle_in_transaction_session_timeout', :idle, true)"
+    " set_config('idle_in_transaction_session_timeout', :idle, true),"
+    " set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)"
 )
 
 #: What PostgreSQL calls a lock that was not had in time.
