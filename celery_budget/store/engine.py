@@ -95,6 +95,7 @@ class Store:
 
     :param url: SQLAlchemy URL, PostgreSQL through psycopg or SQLite in a file.
     :param lock_seconds: how long a statement waits for a lock; then it fails as retryable.
+    :param setting: which setting has the URL, for messages.
     :param pool: options of SQLAlchemy's for the pool of its connections.
     :raises ConfigurationError: for a URL of another database, or without its driver.
 
@@ -102,11 +103,18 @@ class Store:
     it inherited without closing them and opens its own.
     """
 
-    def __init__(self, url: str, lock_seconds: float = 5.0, **pool: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        lock_seconds: float = 5.0,
+        *,
+        setting: str = "budget_database_url",
+        **pool: Any,
+    ) -> None:
         self._gate = threading.RLock()
         self._lock_ms = max(1, int(lock_seconds * 1000))
         self._url = url
-        self._engine = _create_engine(url, self._lock_ms, **pool)
+        self._engine = _create_engine(url, self._lock_ms, setting, **pool)
         self._autocommit = (
             self._engine.execution_options(isolation_level="AUTOCOMMIT")
             if self.dialect == "postgresql"
