@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
@@ -156,8 +157,7 @@ def replicated() -> Iterator[PostgresReplica]:
 
     A test that kills or promotes makes a `PostgresReplica` of its own, of `own_postgres`.
     """
-    for primary in _own(PostgresServer, postgres.HOW_TO_GET):
-        assert isinstance(primary, PostgresServer)
+    with contextmanager(_own)(PostgresServer, postgres.HOW_TO_GET) as primary:
         yield from _own(lambda: PostgresReplica(primary), postgres.HOW_TO_GET)
 
 

@@ -105,6 +105,7 @@ class Store:
     :param lock_seconds: how long a statement waits for a lock; then it fails as retryable.
     :param answer_seconds: how long one may be without an answer before PostgreSQL's server is
         asked, by another connection, whether it still answers.
+    :param setting: which setting has the URL, for messages.
     :param pool: options of SQLAlchemy's for the pool of its connections.
     :raises ConfigurationError: for a URL of another database, or without its driver.
 
@@ -113,13 +114,19 @@ class Store:
     """
 
     def __init__(
-        self, url: str, lock_seconds: float = 5.0, answer_seconds: float = 10.0, **pool: Any
+        self,
+        url: str,
+        lock_seconds: float = 5.0,
+        answer_seconds: float = 10.0,
+        *,
+        setting: str = "budget_database_url",
+        **pool: Any,
     ) -> None:
         self._gate = threading.RLock()
         self._lock_ms = max(1, int(lock_seconds * 1000))
         self._answer_seconds = answer_seconds
         self._url = url
-        self._engine = _create_engine(url, self._lock_ms, answer_seconds, **pool)
+        self._engine = _create_engine(url, self._lock_ms, answer_seconds, setting, **pool)
         self._autocommit = (
             self._engine.execution_options(isolation_level="AUTOCOMMIT")
             if self.dialect == "postgresql"

@@ -247,16 +247,22 @@ class PostgresReplica(PostgresServer):
         host = place.netloc.rpartition(":")[0]
         return place._replace(netloc=f"{host}:{self.port}").geturl()
 
-    def catch_up(self, timeout_seconds: float = 30.0) -> None:
+    def catch_up(self) -> None:
         """Wait until all that the primary has committed so far can be read here."""
+        self._await_log("replay")
+
+    def received(self) -> None:
+        """Wait until all that the primary has committed so far has come here."""
+        self._await_log("receive")
+
+    def _await_log(self, what: str) -> None:
         with psycopg.connect(plain_url(self.primary.url), autocommit=True) as connection:
-            row = connection.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
+            row = connection.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
         assert row is not None
-        self._await(
-            sql.SQL("SELECT pg_last_wal_replay_lsn() >= {}::pg_lsn").format(sql.Literal(row[0])),
-            timeout_seconds,
-            "did not catch up with its primary",
+        question = sql.SQL("SELECT {}() >= {}::pg_lsn").format(
+            sql.Identifier(f"pg_last_wal_{what}_lsn"), sql.Literal(row[0])
         )
+        self._await(question, 30.0, "did not catch up with its primary")
 
     def pause(self) -> None:
         """Have what the primary commits from now on not be seen here until `resume`."""
