@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.engine import Connection, Engine, ExceptionContext
+from sqlalchemy.engine import Connection, Dialect, Engine
 from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_budget.core.backoff import backoff_seconds
@@ -534,7 +534,7 @@ def _create_engine(
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
         return engine
-    event.listen(engine, "handle_error", _leave)
+    _leave_what_cannot_be_written(engine.dialect)
     if engine.dialect.driver == "psycopg":
         # It is an extra.
         from celery_budget.store import hanging
@@ -565,15 +565,19 @@ def _with_hosts(url: str) -> str:
 _LEFT = ("0A000", "25006", "57P01", "57P02", "57P03")
 
 
-def _leave(context: ExceptionContext) -> None:
+def _leave_what_cannot_be_written(dialect: Dialect) -> None:
     """Have the connections of a server that cannot be written to left for new ones.
 
     Which server those reach is for the URL to say, or a proxy.
     """
-    error = context.sqlalchemy_exception
-    state = state_of(error) if isinstance(error, exc.DBAPIError) else None
-    if state is not None and (state in _LEFT or state.startswith("08")):
-        context.is_disconnect = True
+    is_lost = dialect.is_disconnect
+
+    def is_disconnect(error: Any, connection: Any, cursor: Any) -> bool:
+        state = _state(error) or ""
+        return is_lost(error, connection, cursor) or state in _LEFT or state.startswith("08")
+
+    # Asked wherever an error of the driver is met.
+    vars(dialect)["is_disconnect"] = is_disconnect
 
 
 #: How long psycopg waits for a server that does not answer, in seconds and milliseconds: without
@@ -668,11 +672,15 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
 
 def state_of(error: exc.DBAPIError) -> str | None:
     """Return PostgreSQL's code of an error, from any of its drivers; none of SQLite's."""
-    said = next(iter(getattr(error.orig, "args", ())), None)
+    return _state(error.orig)
+
+
+def _state(error: object) -> str | None:
+    said = next(iter(getattr(error, "args", ())), None)
     # psycopg and asyncpg, psycopg2, pg8000.
     states = (
-        getattr(error.orig, "sqlstate", None),
-        getattr(error.orig, "pgcode", None),
+        getattr(error, "sqlstate", None),
+        getattr(error, "pgcode", None),
         said.get("C") if isinstance(said, dict) else None,
     )
     return next((str(state) for state in states if state), None)
