@@ -46,6 +46,6 @@ def spread_further(connection: Connection, root: str, name: str, most: int) -> i
     rows = lock_budgets(connection, root, [name])
     if not rows or rows[0].stripes or rows[0].state != OPEN or rows[0].spread >= most:
         return None
-    stripes = min(rows[0].spread * FACTOR, most)
+    stripes: int = min(rows[0].spread * FACTOR, most)
     windows.spread(connection, root, name, stripes)
     return stripes
