@@ -464,7 +464,7 @@ class Store:
 
 
 class _Statement:
-    """A connection past SQLAlchemy, whose errors are raised as ours. No generator: it is quicker."""
+    """A connection past SQLAlchemy, whose errors are raised as ours; quicker than a generator."""
 
     def __init__(self, store: Store, engine: Engine) -> None:
         self._store = store
