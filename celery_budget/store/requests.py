@@ -156,8 +156,7 @@ def error_of(outcome: Tried) -> BudgetError:
 
 
 _RESERVE = Statement(
-    "SELECT r.*, p.left_us, p.freed, p.span_us"
-    " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
+    "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
     " CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
@@ -167,9 +166,7 @@ _RESERVE = Statement(
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
     " CAST(:within_us AS bigint),"
     " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
-    " :note, :who, :lock_ms) AS r"
-    # Of what is admitted there is no budget, and nothing is looked at.
-    " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true",
+    " :note, :who, :lock_ms)",
     given={
         "root": TEXT,
         "reservation_id": UUID_,
