@@ -397,12 +397,10 @@ class Relay:
             )
             for outbox_id, count in tries.items()
         }
-        self._store.run(
-            claims.reschedule, self._settings.root, fence, waits, error, failed=failed
-        )
+        self._store.run(claims.reschedule, self._settings.root, fence, waits, error, failed=failed)
 
     def _isolate(self, fence: uuid.UUID, due: Due, reason: str, error: str) -> bool:
-        """Put a message that cannot be published into quarantine; return whether it is there now."""
+        """Put a message that cannot be published into quarantine; return whether it is there."""
         isolated = self._store.run(
             quarantine.isolate, self._settings.root, fence, due, reason, error
         )

@@ -11,11 +11,22 @@ depends_on = None
 
 
 def upgrade() -> None:
-    pass
+    _upgrade_relay()
 
 
 def downgrade() -> None:
-    pass
+    _downgrade_relay()
+
+
+def _upgrade_relay() -> None:
+    """What was published is marked by one statement."""
+    if op.get_bind().dialect.name == "postgresql":
+        _run("mark_8.sql")
+
+
+def _downgrade_relay() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_mark_published")
 
 
 def _run(name: str) -> None:
