@@ -148,7 +148,7 @@ class Settings:
     max_deliveries: int = 10
     max_publishes: int = 12
     poll_seconds: float = 0.1
-    batch_size: int = 100
+    batch_size: int = 500
     brokers: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_outbox: int = 1_000_000
     max_quarantine: int = 10_000

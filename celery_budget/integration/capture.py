@@ -6,6 +6,7 @@ publishing gets the message it would have sent, serialised and compressed by kom
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Exchange, Producer, Queue
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import dumps, loads, object_hook
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import UnsupportedPublication
@@ -41,6 +42,8 @@ DELAYED_EXCHANGE = "celery_delayed_27"
 DELAY_BITS = 28
 #: Of how many declarations what was made is kept: making it takes longer than publishing.
 MOST_KNOWN = 1000
+#: As kombu's ``loads``, which makes a decoder each time.
+_decode = json.JSONDecoder(object_hook=object_hook).decode
 _known_entities: dict[str, list[Any]] = {}
 
 
@@ -220,7 +223,7 @@ def with_header(message: WireMessage, name: str, value: str | int | None) -> Wir
 
 def read(message: WireMessage) -> Envelope:
     """Return the envelope of a stored message, declarations as kombu's entities again."""
-    values = loads(message.envelope)
+    values = _decode(message.envelope)
     values["declare"] = _entities(values["declare"])
     return Envelope(**values)
 

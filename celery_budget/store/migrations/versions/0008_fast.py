@@ -15,9 +15,11 @@ def upgrade() -> None:
     _spread()
     _say_at_once()
     _wake_once()
+    _upgrade_relay()
 
 
 def downgrade() -> None:
+    _downgrade_relay()
     _wake_each_time()
     _say_no_more()
     _gather()
@@ -131,6 +133,17 @@ def _wake_each_time() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_wake")
         _run("wake_3.sql")
+
+
+def _upgrade_relay() -> None:
+    """What was published is marked by one statement."""
+    if op.get_bind().dialect.name == "postgresql":
+        _run("mark_8.sql")
+
+
+def _downgrade_relay() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_mark_published")
 
 
 def _run(name: str) -> None:
