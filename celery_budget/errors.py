@@ -40,6 +40,7 @@ __all__ = [
     "ParkingFull",
     "PolicyError",
     "QueueFull",
+    "ReplicaError",
     "RequestConflict",
     "RequestEnding",
     "RequestNotRun",
@@ -766,3 +767,27 @@ class StoreError(BudgetError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class ReplicaError(StoreError):
+    """The database that reports are read from (``budget_report_url``) failed. The ledger goes on.
+
+    Nothing is read from the ledger's own database instead, which has other work to do; who wants it
+    says so.
+
+    :param url: of that database, without its password.
+    :param said: what it said.
+    :param retryable: whether the same call may succeed later without any change.
+    """
+
+    def __init__(self, url: str, said: str, retryable: bool = False) -> None:
+        super().__init__(said, retryable)
+        self.args = (url, said, retryable)
+        self.url = url
+
+    def __str__(self) -> str:
+        return (
+            f"the replica {self.url} of budget_report_url: {self.message}. Admissions, workers and "
+            "relays do not need it. Mend or start it, take budget_report_url out, or read from the "
+            "ledger's own database: 'celery -A PROJ budget --primary ...', 'with budget.primary():'"
+        )

@@ -48,7 +48,7 @@ MOST_OF = {
 OR_NONE = ("metrics_port",)
 
 #: Texts that may be empty, and then are none.
-OPTIONAL = ("listen_url", "dashboard_token")
+OPTIONAL = ("listen_url", "report_url", "dashboard_token")
 
 #: Which are switched off by 0.
 OFF = {
@@ -72,6 +72,8 @@ class Settings:
     :ivar database_url: SQLAlchemy URL of the ledger. Required.
     :ivar listen_url: SQLAlchemy URL by which a relay listens for notifications, past a proxy that
         pools transactions; by default that of the ledger (PostgreSQL only).
+    :ivar report_url: SQLAlchemy URL of a replica of the ledger's database, which all is read from
+        that is only shown; by default that of the ledger (PostgreSQL only).
     :ivar root: first part of every key; applications that share budgets share it.
     :ivar lease_seconds: how long a worker may be silent before its attempt counts as lapsed.
     :ivar unreserved: what a worker does with a message of a budgeted task that came without a
@@ -106,6 +108,8 @@ class Settings:
     :ivar spool: folder for what a worker could not tell the ledger before it had to stop; a
         relative one is in the worker's working directory.
     :ivar lock_seconds: how long a statement waits for a lock before it fails as retryable.
+    :ivar answer_seconds: how long a statement may be without an answer before PostgreSQL's server
+        is asked, by another connection, whether it still answers.
     :ivar money_unit: the unit of budgets in money: millionths of a dollar.
     :ivar prices: prices of models by their names, before those of the genai-prices package; each
         by that package's names, in dollars.
@@ -135,6 +139,7 @@ class Settings:
 
     database_url: str
     listen_url: str = ""
+    report_url: str = ""
     root: str = "default"
     lease_seconds: float = 60.0
     unreserved: str = "admit"
@@ -157,6 +162,7 @@ class Settings:
     result_seconds: float = 86_400.0
     spool: str = "budget-spool"
     lock_seconds: float = 5.0
+    answer_seconds: float = 10.0
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})
@@ -273,6 +279,15 @@ class Settings:
                 f"{PREFIX}listen_url is {self.listen_url!r}; give a URL of the ledger's "
                 "PostgreSQL: 'postgresql+psycopg://user@host/name'"
             )
+        postgresql = ("postgresql://", "postgresql+")
+        if self.report_url and not (
+            self.report_url.startswith(postgresql) and self.database_url.startswith(postgresql)
+        ):
+            raise ConfigurationError(
+                f"{PREFIX}report_url is {_shown(self.report_url)!r}, and the ledger in "
+                f"{_shown(self.database_url)!r}; give the URL of a replica of the ledger's "
+                "PostgreSQL: 'postgresql+psycopg://user@replica/name'"
+            )
         if self.unreserved not in ("admit", "reject"):
             raise ConfigurationError(
                 f"{PREFIX}unreserved is {self.unreserved!r}; give 'admit' or 'reject'"
@@ -311,6 +326,13 @@ class Settings:
                 f"{PREFIX}effect_retention_seconds is {self.effect_retention_seconds}, and by "
                 f"{name} a message may come again after {seconds} s; give at least that"
             )
+
+
+def _shown(url: str) -> str:
+    """Return a URL without its password, for messages."""
+    before, at, place = url.rpartition("@")
+    scheme, slashes, user = before.partition("://")
+    return f"{scheme}{slashes}{user.partition(':')[0]}{at}{place}" if at else url
 
 
 def _convert(name: str, kind: str, value: Any) -> Any:

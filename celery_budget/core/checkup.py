@@ -114,6 +114,25 @@ class StoreSeen:
 
 
 @dataclass(frozen=True)
+class ReplicaSeen:
+    """The database of ``budget_report_url``, as it answers.
+
+    :ivar error: why it cannot be read, or has not the tables of this release; empty where it can.
+    :ivar mark: as of :class:`StoreSeen`.
+    :ivar follows: whether it follows another server.
+    :ivar writable: whether it can be written.
+    :ivar behind_seconds: how far it is behind; none where it does not tell.
+    """
+
+    server: str
+    error: str = ""
+    mark: str | None = None
+    follows: bool = True
+    writable: bool = False
+    behind_seconds: float | None = 0.0
+
+
+@dataclass(frozen=True)
 class WorkerSeen:
     """A worker that answered.
 
@@ -149,6 +168,7 @@ class Facts:
 
     :ivar workers: none where they could not be asked; ``workers_why`` says why.
     :ivar prices_differ: models with two prices, and how much each is.
+    :ivar replica: none where nothing is read from one.
     """
 
     host: str
@@ -176,6 +196,7 @@ class Facts:
     spool_error: str = ""
     prices_differ: tuple[str, ...] = ()
     pool_size: int = 15
+    replica: ReplicaSeen | None = None
 
     @property
     def budgeted(self) -> tuple[TaskSeen, ...]:

@@ -39,6 +39,9 @@ __all__ = [
 #: The exchange of RabbitMQ's native delayed delivery, and the digits it has before a routing key.
 DELAYED_EXCHANGE = "celery_delayed_27"
 DELAY_BITS = 28
+#: Of how many declarations what was made is kept: making it takes longer than publishing.
+MOST_KNOWN = 1000
+_known_entities: dict[str, list[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,22 @@ def with_header(message: WireMessage, name: str, value: str | int | None) -> Wir
 def read(message: WireMessage) -> Envelope:
     """Return the envelope of a stored message, declarations as kombu's entities again."""
     values = loads(message.envelope)
-    values["declare"] = [_entity(kind, entity) for kind, entity in values["declare"]]
+    values["declare"] = _entities(values["declare"])
     return Envelope(**values)
+
+
+def _entities(declarations: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Return what is to be declared: one list for all messages that need the same."""
+    # All but what the server gives a name to, when it is declared.
+    written = repr(declarations)
+    found = _known_entities.get(written)
+    if found is None:
+        found = [_entity(kind, entity) for kind, entity in declarations]
+        if all(entity.name for entity in found if isinstance(entity, Queue)):
+            if len(_known_entities) >= MOST_KNOWN:
+                _known_entities.clear()
+            _known_entities[written] = found
+    return found
 
 
 def undelayed(routing_key: str) -> str:

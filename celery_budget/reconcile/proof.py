@@ -15,7 +15,16 @@ from celery_budget.reconcile.results import Stored, unstored
 from celery_budget.reconcile.steps import Pending, Seen, look, pending_steps
 from celery_budget.reconcile.totals import day_name
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, derived, journal, pending, reports, tallies
+from celery_budget.store import (
+    Connection,
+    ReadFrom,
+    Store,
+    derived,
+    journal,
+    pending,
+    reports,
+    tallies,
+)
 from celery_budget.store.balances import Key, key_of
 from celery_budget.store.windows import read_now
 
@@ -58,6 +67,7 @@ class Reconciliation:
     :ivar results: how many ended requests were looked up in the result backend; none where that
         was not asked for.
     :ivar unstored: one sentence for each of them whose result is not there.
+    :ivar read_from: which server it was read from, and how far that is behind.
     """
 
     mismatches: tuple[str, ...]
@@ -71,6 +81,7 @@ class Reconciliation:
     relays: int = 0
     results: int | None = None
     unstored: tuple[str, ...] = ()
+    read_from: ReadFrom | None = None
 
     @property
     def ok(self) -> bool:
@@ -96,6 +107,7 @@ class Reconciliation:
             "queues": [one.as_dict() for one in self.queues],
             "results": self.results,
             "unstored": list(self.unstored),
+            "read_from": None if self.read_from is None else self.read_from.as_dict(),
         }
 
 

@@ -83,7 +83,7 @@ def budget_of(row: sa.Row[Any]) -> Budget:
         windows.period_of(row),
         row.soft_stop,
         row.hard_stop,
-        row.stripes,
+        row.stripes or None,
         row.weight,
         thresholds_of(row.alert_at),
     )

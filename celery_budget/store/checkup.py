@@ -12,7 +12,16 @@ from celery_budget.store.alerts import find_overdue
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import alert_looks, budgets
 
-__all__ = ["Server", "Tables", "Undone", "mark", "read_server", "read_tables", "try_writing"]
+__all__ = [
+    "Server",
+    "Tables",
+    "Undone",
+    "is_writable",
+    "mark",
+    "read_server",
+    "read_tables",
+    "try_writing",
+]
 
 #: Of PostgreSQL's settings those that matter here.
 SETTINGS = (
@@ -85,6 +94,18 @@ def mark(connection: Connection, root: str) -> str | None:
     if first is None:
         return None
     return hashlib.sha256(f"{root} {first.created_us} {first.name}".encode()).hexdigest()[:16]
+
+
+def is_writable(connection: Connection) -> bool:
+    """Tell whether a transaction of this user's could write, on PostgreSQL; nothing is tried."""
+    row = connection.execute(
+        sa.text(
+            "SELECT pg_is_in_recovery() AS follows,"
+            " (SELECT reset_val FROM pg_settings WHERE name = 'default_transaction_read_only')"
+            " AS read_only"
+        )
+    ).one()
+    return not row.follows and row.read_only == "off"
 
 
 def try_writing(connection: Connection, root: str) -> None:

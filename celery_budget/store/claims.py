@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -439,22 +439,26 @@ def reschedule(
     connection: Connection,
     root: str,
     fence: uuid.UUID,
-    outbox_id: uuid.UUID,
-    wait_us: int,
+    waits_us: Mapping[uuid.UUID, int],
     error: str,
     failed: bool,
 ) -> None:
-    """Give one message back, to be tried again in ``wait_us``.
+    """Give messages back, each to be tried again in that time.
 
-    Nothing happens where another relay has taken it since. One statement, locking the message.
+    Those that another relay has taken since are left alone. Locks the messages by id.
 
-    :param failed: whether it counts as the message's own failure, not the broker's.
+    :param failed: whether it counts as the messages' own failure, not the broker's.
     """
+    rows = _taken(root, fence, waits_us)
+    if len(waits_us) > 1:
+        connection.execute(
+            sa.select(outbox.c.state).where(rows).order_by(outbox.c.outbox_id).with_for_update()
+        )
     connection.execute(
         outbox.update()
-        .where(_taken(root, fence, [outbox_id]))
+        .where(rows)
         .values(
-            due_us=now_us() + wait_us,
+            due_us=now_us() + sa.case(dict(waits_us), value=outbox.c.outbox_id),
             failures=outbox.c.failures + int(failed),
             last_error=error,
             taken_by=None,

@@ -437,7 +437,7 @@ def test_a_relay_that_lost_its_fence_changes_nothing(funded: Ledger) -> None:
     assert run(claims.mark_published, *key, slow.messages, 1) == 0
     run(claims.give_back, *key, slow.messages, "slow")
     for due in slow.messages:
-        run(claims.reschedule, *key, due.outbox_id, 1, "slow", failed=True)
+        run(claims.reschedule, *key, {due.outbox_id: 1}, "slow", failed=True)
         run(claims.forget, *key, due.outbox_id)
         assert run(claims.lock_taken, *key, due.outbox_id) is None
     assert funded.dump() == before

@@ -505,7 +505,7 @@ def test_a_message_is_rescheduled(ledger: Ledger, costs: Expect) -> None:
     ledger.reserve(1)
     batch = taken(ledger)
     [due] = batch.messages
-    key = (ledger.root, batch.fence, due.outbox_id, 1, "full")
+    key = (ledger.root, batch.fence, {due.outbox_id: 1}, "full")
     with costs("reschedule"):
         ledger.store.run(claims.reschedule, *key, failed=True)
 

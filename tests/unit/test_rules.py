@@ -13,6 +13,7 @@ from celery_budget.core.checkup import (
     BrokerSeen,
     Facts,
     RelayHost,
+    ReplicaSeen,
     StoreSeen,
     TaskSeen,
     WorkerSeen,
@@ -83,6 +84,7 @@ CLEAN = Facts(
     workers=(WORKER,),
     backend="RedisBackend",
     result_expires=86_400.0,
+    replica=ReplicaSeen("postgresql://r/b", mark="m"),
 )
 
 
@@ -100,6 +102,10 @@ def task(**changes: Any) -> Facts:
 
 def store(**changes: Any) -> Facts:
     return replace(CLEAN, store=replace(STORE, **changes))
+
+
+def replica(**changes: Any) -> Facts:
+    return replace(CLEAN, replica=ReplicaSeen("postgresql://r/b", **{"mark": "m", **changes}))
 
 
 def sqlite(**changes: Any) -> Facts:
@@ -194,6 +200,13 @@ WRONG: list[tuple[str, str, str, Facts]] = [
     ("relay", "warning", "no relay was seen", store(relays=(RelayHost("here", 7, 15.1),))),
     ("relay", "error", "due for 20 s", store(relays=(), overdue_seconds=20.0)),
     ("relay", "warning", "a relay runs, and", store(overdue_seconds=61.0)),
+    ("replica", "error", "is down", replica(error="is down")),
+    ("replica-ledger", "error", "the first budget in postgresql://r/b", replica(mark="n")),
+    ("replica-ledger", "error", "the first budget in postgresql://r/b", replica(mark=None)),
+    ("replica-read-only", "warning", "r/b is not in recovery", replica(follows=False)),
+    ("replica-read-only", "warning", "r/b can be written", replica(writable=True)),
+    ("replica-lag", "warning", "r/b is 10.0 s behind", replica(behind_seconds=10.0)),
+    ("replica-lag", "warning", "does not tell", replica(behind_seconds=None)),
     ("workers", "warning", "no worker answered", replace(CLEAN, workers=())),
     (
         "workers",
