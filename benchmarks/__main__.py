@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, history, hot, relaying, reporting, starting, working
+from benchmarks import caller, history, hot, relaying, reporting, starting, waking, working
 from benchmarks.measure import Comparison, Effort
 from benchmarks.peers import comparing
 from benchmarks.servers import Servers
@@ -28,6 +28,7 @@ SHORT = {
     "peers-hold": comparing.holds,
     "peers-relay": comparing.relays,
     "relay": relaying.run,
+    "wakeup": waking.run,
     "worker": working.run,
 }
 #: What ``make bench-long`` runs: histories and backlogs.

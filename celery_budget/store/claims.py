@@ -244,7 +244,12 @@ def _next(dialect: str) -> sa.Select[Any]:
     if dialect != "postgresql":
         return candidates.order_by(outbox.c.rank, outbox.c.due_us, outbox.c.outbox_id).limit(most)
     ready = candidates.order_by(outbox.c.due_us, outbox.c.outbox_id).limit(most)
-    ranks = sa.func.generate_series(0, RANKS - 1).table_valued("number").render_derived("ranks")
+    # Written out: of parameters it would take a thousand, and plan anew for each claim.
+    ranks = (
+        sa.func.generate_series(sa.text("0"), sa.text(str(RANKS - 1)))
+        .table_valued("number")
+        .render_derived("ranks")
+    )
     each = (
         ready.where(outbox.c.rank == ranks.c.number)
         .with_for_update(skip_locked=True, of=outbox)
