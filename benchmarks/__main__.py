@@ -13,8 +13,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, relaying, reporting, starting, working
+from benchmarks import caller, history, relaying, reporting, starting, working
 from benchmarks.measure import Comparison, Effort
+from benchmarks.peers import comparing
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
 
@@ -22,12 +23,16 @@ from tests.services.base import ServiceUnavailable
 SHORT = {
     "caller": caller.run,
     "latency": starting.run,
+    "peers-call": comparing.calls,
+    "peers-hold": comparing.holds,
+    "peers-relay": comparing.relays,
     "relay": relaying.run,
     "worker": working.run,
 }
 #: What ``make bench-long`` runs: histories and backlogs.
 LONG = {
     "report": reporting.run,
+    "history": history.run,
 }
 BENCHMARKS = {**SHORT, **LONG}
 #: Every figure of the last run, with what it was to be.
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; 1 where a target was missed or a server could not be had."""
     options = _parser().parse_args(arguments)
     names = options.only or list(LONG if options.long else SHORT)
-    effort = Effort(options.rounds, options.seconds)
+    effort = Effort(options.rounds, options.seconds, options.history)
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     print(f"{platform.platform()}, {cores} cores, load {load:.2f} at the start", flush=True)
     if load > cores / 2:
@@ -92,6 +97,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=40,
         help="no new round of a benchmark after so many (default: 40)",
+    )
+    parser.add_argument(
+        "--history",
+        type=_positive,
+        metavar="N",
+        help="let the longest history be of so many requests (default: 10,000,000)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser

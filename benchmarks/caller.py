@@ -15,7 +15,7 @@ from benchmarks.servers import Servers
 from celery_budget.integration.context import installed_on
 from tests.services.postgres import plain_url
 
-__all__ = ["run"]
+__all__ = ["run", "timed"]
 
 CALLS = 200
 
@@ -36,7 +36,7 @@ def run(servers: Servers, effort: Effort) -> Comparison:
             broker_url=servers.rabbitmq.create_vhost(),
             broker_transport_options=CONFIRMS,
         ),
-        Side(INSERT, _timed(_insert(servers, servers.postgres.create_database()))),
+        Side(INSERT, timed(_insert(servers, servers.postgres.create_database()))),
         _budgeted(servers, "budgeted .delay(), PostgreSQL", redis, ledger),
         _budgeted(
             servers, "budgeted .delay(), SQLite", redis, f"sqlite:///{servers.folder / 'caller.db'}"
@@ -57,7 +57,7 @@ def run(servers: Servers, effort: Effort) -> Comparison:
 def _plain(servers: Servers, name: str, **conf: Any) -> Side:
     app = servers.enter_context(closing(make_app(**conf)))
     task = app.tasks["bench.plain"]
-    return Side(name, _timed(lambda: task.delay(SIZE, tenant=TENANT)))
+    return Side(name, timed(lambda: task.delay(SIZE, tenant=TENANT)))
 
 
 def _budgeted(servers: Servers, name: str, broker: str, ledger: str) -> Side:
@@ -67,7 +67,7 @@ def _budgeted(servers: Servers, name: str, broker: str, ledger: str) -> Side:
     fund(budget)
     task = app.tasks["bench.budgeted"]
     against = (REDIS, RABBITMQ, INSERT) if ledger.startswith("postgresql") else (REDIS, RABBITMQ)
-    return Side(name, _timed(lambda: task.delay(SIZE, tenant=TENANT)), against)
+    return Side(name, timed(lambda: task.delay(SIZE, tenant=TENANT)), against)
 
 
 def _insert(servers: Servers, url: str) -> Callable[[], object]:
@@ -79,10 +79,12 @@ def _insert(servers: Servers, url: str) -> Callable[[], object]:
     return lambda: connection.execute("INSERT INTO note (body) VALUES (%s)", (body,))
 
 
-def _timed(call: Callable[[], object]) -> Callable[[], list[float]]:
+def timed(call: Callable[[], object], calls: int = CALLS) -> Callable[[], list[float]]:
+    """Return a block of so many calls, in microseconds each."""
+
     def block() -> list[float]:
         samples = []
-        for _ in range(CALLS):
+        for _ in range(calls):
             begin = time.perf_counter_ns()
             call()
             samples.append((time.perf_counter_ns() - begin) / 1000)

@@ -14,10 +14,14 @@ __all__ = ["Check", "Comparison", "Effort", "Side", "Spread", "Target", "compare
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is run: at most ``rounds``, and no new one after ``seconds``."""
+    """How much is run: at most ``rounds``, and no new one after ``seconds``.
+
+    :ivar history: how many requests the longest history is of; none for as many as are claimed.
+    """
 
     rounds: int
     seconds: float
+    history: int | None = None
 
 
 @dataclass(frozen=True)

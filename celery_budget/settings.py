@@ -108,6 +108,8 @@ class Settings:
     :ivar spool: folder for what a worker could not tell the ledger before it had to stop; a
         relative one is in the worker's working directory.
     :ivar lock_seconds: how long a statement waits for a lock before it fails as retryable.
+    :ivar answer_seconds: how long a statement may be without an answer before PostgreSQL's server
+        is asked, by another connection, whether it still answers.
     :ivar money_unit: the unit of budgets in money: millionths of a dollar.
     :ivar prices: prices of models by their names, before those of the genai-prices package; each
         by that package's names, in dollars.
@@ -160,6 +162,7 @@ class Settings:
     result_seconds: float = 86_400.0
     spool: str = "budget-spool"
     lock_seconds: float = 5.0
+    answer_seconds: float = 10.0
     money_unit: str = MONEY
     prices: Mapping[str, Mapping[str, Decimal]] = field(default_factory=dict)
     drift_ceilings: Mapping[str, float] = field(default_factory=lambda: {ANY_STAGE: 1.5})

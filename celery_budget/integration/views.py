@@ -82,7 +82,10 @@ class Views:
         if self._store is None:
             with self._lock:
                 if self._store is None:
-                    self._store = Store(self.settings.database_url, self.settings.lock_seconds)
+                    settings = self.settings
+                    self._store = Store(
+                        settings.database_url, settings.lock_seconds, settings.answer_seconds
+                    )
         return self._store
 
     @property
@@ -102,7 +105,8 @@ class Views:
         if url and self._replica is None:
             with self._lock:
                 if self._replica is None:
-                    self._replica = Replica(url, self.settings.lock_seconds)
+                    settings = self.settings
+                    self._replica = Replica(url, settings.lock_seconds, settings.answer_seconds)
         return self._replica
 
     @contextmanager

@@ -11,11 +11,27 @@ depends_on = None
 
 
 def upgrade() -> None:
-    pass
+    _say_at_once()
 
 
 def downgrade() -> None:
-    pass
+    _say_no_more()
+
+
+#: Each calls what comes before it.
+AT_ONCE = ("close", "claim", "record", "end")
+
+
+def _say_at_once() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        for name in AT_ONCE:
+            _run(f"{name}_8.sql")
+
+
+def _say_no_more() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        for name in reversed(AT_ONCE):
+            op.execute(f"DROP FUNCTION budget_{name}")
 
 
 def _run(name: str) -> None:
