@@ -15,13 +15,13 @@ from tests.services.base import LOOPBACK
 class Proxy:
     """Forwards connections to `target`, a port; those that are open stay with theirs.
 
-    `swallow` has an answer with certain bytes in it lost, on whichever connection it comes.
+    `lose` has what passes lost from certain bytes on, on whichever connection they come.
     """
 
     def __init__(self, target: int) -> None:
         self.target = target
         self._server = socket.create_server((LOOPBACK, 0), backlog=64)
-        self._lost: tuple[bytes, threading.Event] | None = None
+        self._losing: tuple[str, bytes, threading.Event] | None = None
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -31,10 +31,13 @@ class Proxy:
         port: int = self._server.getsockname()[1]
         return port
 
-    def swallow(self, answer: bytes) -> threading.Event:
-        """Lose the next answer with these bytes, and all that follows it; set when it was."""
+    def lose(self, what: str, having: bytes) -> threading.Event:
+        """Lose the next "request" or "answer" with these bytes, and all that would follow it.
+
+        Set when it was lost.
+        """
         lost = threading.Event()
-        self._lost = (answer, lost)
+        self._losing = (what, having, lost)
         return lost
 
     def cut(self) -> None:
@@ -64,31 +67,29 @@ class Proxy:
                 threading.Thread(target=self._carry, args=(client,), daemon=True).start()
 
     def _carry(self, client: socket.socket) -> None:
-        with client, suppress(OSError):
-            with socket.create_connection((LOOPBACK, self.target)) as server:
+        with suppress(OSError), client, socket.create_connection((LOOPBACK, self.target)) as server:
+            with self._lock:
+                self._open |= {client, server}
+            try:
+                self._exchange(client, server)
+            finally:
                 with self._lock:
-                    self._open |= {client, server}
-                try:
-                    self._exchange(client, server)
-                finally:
-                    with self._lock:
-                        self._open -= {client, server}
+                    self._open -= {client, server}
 
     def _exchange(self, client: socket.socket, server: socket.socket) -> None:
-        silent = False
+        silent = ""
         with selectors.DefaultSelector() as ready:
-            ready.register(client, selectors.EVENT_READ)
-            ready.register(server, selectors.EVENT_READ)
+            ready.register(client, selectors.EVENT_READ, ("request", server))
+            ready.register(server, selectors.EVENT_READ, ("answer", client))
             while True:
                 for key, _ in ready.select():
+                    what, other = key.data
                     data = key.fileobj.recv(65536)  # type: ignore[union-attr]
                     if not data:
                         return
-                    if key.fileobj is client:
-                        server.sendall(data)
-                        continue
-                    if self._lost is not None and self._lost[0] in data:
-                        lost, self._lost, silent = self._lost[1], None, True
-                        lost.set()
-                    if not silent:
-                        client.sendall(data)
+                    losing = self._losing
+                    if losing is not None and losing[0] == what and losing[1] in data:
+                        self._losing, silent = None, what
+                        losing[2].set()
+                    if what != silent:
+                        other.sendall(data)

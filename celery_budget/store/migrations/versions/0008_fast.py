@@ -12,9 +12,11 @@ depends_on = None
 
 def upgrade() -> None:
     _say_at_once()
+    _lock_by_functions()
 
 
 def downgrade() -> None:
+    _lock_by_statements()
     _say_no_more()
 
 
@@ -32,6 +34,17 @@ def _say_no_more() -> None:
     if op.get_bind().dialect.name == "postgresql":
         for name in reversed(AT_ONCE):
             op.execute(f"DROP FUNCTION budget_{name}")
+
+
+def _lock_by_functions() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        _run("lock_8.sql")
+
+
+def _lock_by_statements() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_try_lock")
+        op.execute("DROP FUNCTION budget_lock")
 
 
 def _run(name: str) -> None:
