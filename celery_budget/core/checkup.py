@@ -94,6 +94,8 @@ class StoreSeen:
     :ivar zones_missing: time zones of budgets that this host does not know.
     :ivar overdue_seconds: how long a message has been due that was not published; 0 for none.
     :ivar mark: tells this ledger from others; none while it has no budget.
+    :ivar distributed: whether its tables are distributed by root.
+    :ivar undistributed: tables and functions of such a one that are not.
     """
 
     dialect: str
@@ -111,6 +113,8 @@ class StoreSeen:
     overdue_seconds: float = 0.0
     mark: str | None = None
     relays: tuple[RelayHost, ...] = ()
+    distributed: bool = False
+    undistributed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

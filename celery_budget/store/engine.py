@@ -31,6 +31,7 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.events import Logger
+from celery_budget.store import clock
 from celery_budget.store.prepared import Direct, is_direct
 from celery_budget.store.unready import Unready
 
@@ -563,6 +564,7 @@ def _create_engine(
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
         return engine
+    clock.watch(engine)
     _leave_what_cannot_be_written(engine.dialect)
     if engine.dialect.driver == "psycopg":
         # It is an extra.

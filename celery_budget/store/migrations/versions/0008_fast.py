@@ -16,9 +16,11 @@ def upgrade() -> None:
     _say_at_once()
     _wake_once()
     _upgrade_relay()
+    _lock_by_functions()
 
 
 def downgrade() -> None:
+    _lock_by_statements()
     _downgrade_relay()
     _wake_each_time()
     _say_no_more()
@@ -144,6 +146,17 @@ def _upgrade_relay() -> None:
 def _downgrade_relay() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_mark_published")
+
+
+def _lock_by_functions() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        _run("lock_8.sql")
+
+
+def _lock_by_statements() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_try_lock")
+        op.execute("DROP FUNCTION budget_lock")
 
 
 def _run(name: str) -> None:
