@@ -40,6 +40,7 @@ from celery_budget.store.batch import (
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
 from celery_budget.store.schema import now_us, reservations
+from celery_budget.store.standbys import REPLICATED
 
 __all__ = ["error_of", "note_given_up", "reserve", "try_reserve"]
 
@@ -146,7 +147,7 @@ def error_of(outcome: Tried) -> BudgetError:
 
 
 _RESERVE = sa.text(
-    "SELECT r.*, p.left_us, p.freed, p.span_us"
+    "SELECT r.*, p.left_us, p.freed, p.span_us"  # noqa: S608 - of constants
     " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
@@ -160,6 +161,8 @@ _RESERVE = sa.text(
     " :note, :who, :lock_ms) AS r"
     # Of what is admitted there is no budget, and nothing is looked at.
     " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true"
+    # What was there writes nothing, and is told as what is admitted is.
+    f" WHERE CASE WHEN r.outcome IN ('existing', 'parked') THEN {REPLICATED} ELSE true END"
 )
 
 
