@@ -50,6 +50,7 @@ from celery_budget.store.prepared import (
     Statement,
 )
 from celery_budget.store.schema import now_us, reservations
+from celery_budget.store.standbys import REPLICATED
 
 __all__ = ["error_of", "note_given_up", "reserve", "try_reserve"]
 
@@ -156,7 +157,8 @@ def error_of(outcome: Tried) -> BudgetError:
 
 
 _RESERVE = Statement(
-    "SELECT * FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
+    "SELECT r.*"  # noqa: S608 - of constants
+    " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
     " CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
@@ -166,7 +168,9 @@ _RESERVE = Statement(
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
     " CAST(:within_us AS bigint),"
     " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
-    " :note, :who, :lock_ms)",
+    " :note, :who, :lock_ms) AS r"
+    # What was there writes nothing, and is told as what is admitted is.
+    f" WHERE CASE WHEN r.outcome IN ('existing', 'parked') THEN {REPLICATED} ELSE true END",
     given={
         "root": TEXT,
         "reservation_id": UUID_,
