@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +75,9 @@ def test_they_are_closed_when_the_process_is_idle(funded: Ledger, closings: Clos
     for _ in range(2):
         # Its thread ends when there is nothing, and another one begins.
         request, _ = ended(funded, idle)
-        eventually(lambda request=request: is_closed(funded, request), "it is closed")
+        where = {"reservation_id": request.reservation_id, "lease_until_us": None}
+        eventually(partial(funded.rows, "attempts", **where))
+        assert is_closed(funded, request)
 
 
 def test_a_claim_that_failed_leaves_them(
