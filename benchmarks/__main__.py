@@ -21,6 +21,7 @@ from tests.services.base import ServiceUnavailable
 #: What ``make bench`` runs.
 SHORT = {
     "caller": caller.run,
+    "group": caller.run_group,
     "latency": starting.run,
     "relay": relaying.run,
     "worker": working.run,
