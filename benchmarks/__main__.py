@@ -23,6 +23,7 @@ from tests.services.base import ServiceUnavailable
 SHORT = {
     "caller": caller.run,
     "hot": hot.run,
+    "group": caller.run_group,
     "latency": starting.run,
     "peers-call": comparing.calls,
     "peers-hold": comparing.holds,
