@@ -27,6 +27,7 @@ SHORT = {
 }
 #: What ``make bench-long`` runs: histories and backlogs.
 LONG = {
+    "relay-long": relaying.run_long,
     "report": reporting.run,
 }
 BENCHMARKS = {**SHORT, **LONG}
