@@ -34,6 +34,7 @@ SHORT = {
 }
 #: What ``make bench-long`` runs: histories and backlogs.
 LONG = {
+    "relay-long": relaying.run_long,
     "report": reporting.run,
     "history": history.run,
 }
