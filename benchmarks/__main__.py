@@ -13,7 +13,17 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import backlogs, caller, history, relaying, reporting, starting, waking, working
+from benchmarks import (
+    backlogs,
+    caller,
+    history,
+    hot,
+    relaying,
+    reporting,
+    starting,
+    waking,
+    working,
+)
 from benchmarks.measure import Comparison, Effort
 from benchmarks.peers import comparing
 from benchmarks.servers import Servers
@@ -22,6 +32,7 @@ from tests.services.base import ServiceUnavailable
 #: What ``make bench`` runs.
 SHORT = {
     "caller": caller.run,
+    "hot": hot.run,
     "latency": starting.run,
     "peers-call": comparing.calls,
     "peers-hold": comparing.holds,

@@ -17,6 +17,7 @@ __all__ = [
     "ClaimLost",
     "ConfigurationError",
     "DeadlinePassed",
+    "DistributionError",
     "EffectError",
     "EnlistError",
     "EstimateError",
@@ -751,6 +752,13 @@ class ClaimLost(BudgetError):
             "its outcome will be refused: stop; see 'celery -A PROJ budget explain "
             f"{shlex.quote(self.reservation_id)}'"
         )
+
+
+class DistributionError(BudgetError):
+    """The ledger cannot be distributed, or a distributed one is asked for several roots at once.
+
+    :param message: what is missing or was asked for, and what to do.
+    """
 
 
 class StoreError(BudgetError):

@@ -415,7 +415,7 @@ class Relay:
         self._store.run(claims.reschedule, self._settings.root, fence, waits, error, failed=failed)
 
     def _isolate(self, fence: uuid.UUID, due: Due, reason: str, error: str) -> bool:
-        """Put a message that cannot be published into quarantine; return whether it is there now."""
+        """Put a message that cannot be published into quarantine; return whether it is there."""
         isolated = self._store.run(
             quarantine.isolate, self._settings.root, fence, due, reason, error
         )

@@ -33,9 +33,15 @@ def show_standing(ctx: click.Context, installed: CeleryBudget, name: str, as_jso
 
 
 @budget.command(cls=BudgetCommand)
+@click.option(
+    "--distributed",
+    cls=CeleryOption,
+    is_flag=True,
+    help="Distribute them by root over a Citus cluster, whose coordinator the database is.",
+)
 @json_option
 @click.pass_context
-def init(ctx: click.Context, as_json: bool) -> None:
+def init(ctx: click.Context, distributed: bool, as_json: bool) -> None:
     """Create or upgrade the ledger's tables.
 
     Needed once, and after an upgrade. Running it again changes nothing.
@@ -43,9 +49,10 @@ def init(ctx: click.Context, as_json: bool) -> None:
     \b
     Example:
       celery -A proj budget init
+      celery -A proj budget init --distributed
     """
     installed = installed_of(ctx)
-    version = installed.init()
+    version = installed.init(distributed=distributed)
     url = installed.store.url
     view = literal(f"the ledger in {url} is at version {version}")
     show(ctx, {"database": url, "version": version} if as_json else view)

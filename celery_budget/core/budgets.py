@@ -84,6 +84,10 @@ def check_own_name(name: object) -> str:
 
     :raises InvalidName: otherwise.
     """
+    return _known_own(name) if type(name) is str else _own_name(name)
+
+
+def _own_name(name: object) -> str:
     checked = check_name(name)
     if is_template(checked):
         raise InvalidName(
@@ -91,6 +95,10 @@ def check_own_name(name: object) -> str:
             "draws on a budget"
         )
     return checked
+
+
+#: Most requests are of budgets that were drawn on before.
+_known_own = functools.lru_cache(maxsize=1024)(_own_name)
 
 
 def check_unit(unit: object) -> str:
@@ -113,9 +121,12 @@ def check_text(text: object, what: str) -> str:
         raise InvalidName(
             f"{what} has 1 to {MAX_NAME_LENGTH} characters; {reprlib.repr(text)} has {len(text)}"
         )
-    if not unicodedata.is_normalized("NFC", text):
+    if not text.isascii() and not unicodedata.is_normalized("NFC", text):
         raise InvalidName(f"{what} is in Unicode form NFC; {text!r} is not")
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+    # What is printable has neither.
+    if not text.isprintable() and any(
+        unicodedata.category(character) in ("Cc", "Cs") for character in text
+    ):
         raise InvalidName(f"{what} has no control characters; {text!r} does")
     return text
 

@@ -34,7 +34,9 @@ def refusal(
     if isinstance(exc, amqp_errors.MessageNacked):
         return Rejected("the broker did not take it; is its queue full?")
     # Redis: out of memory, read-only, not authorised: it refuses all messages alike.
-    if isinstance(exc, connection_errors) or type(exc).__module__.startswith("redis."):
+    if type(exc).__module__.startswith("redis."):
+        return BrokerDown(f"{type(exc).__name__}: {exc}", sent=True)
+    if isinstance(exc, connection_errors):
         return BrokerDown(repr(exc), sent=True)
     return Rejected(repr(exc))
 

@@ -39,6 +39,8 @@ QUICK_SECONDS = 0.25
 SLOW_SECONDS = 0.5
 #: What is larger goes by itself: it may be what a connection breaks at.
 LARGE_BYTES = 64 * 1024
+#: AMQP's code of what comes back: the exchange is there, a queue is not.
+NO_ROUTE = 312
 #: How many bytes are on their way at a time.
 WINDOW_BYTES = 1024 * 1024
 
@@ -104,7 +106,8 @@ class Link:
         self._connection: Connection | None = None
         self._way: Way | None = None
         self._blocked = False
-        # What this connection has declared: the very lists, which envelopes share.
+        # What this connection has declared and need not declare again: the very lists that
+        # envelopes share.
         self._declared: dict[int, list[Any]] = {}
         # Exchanges that it has found to be there.
         self._exchanges = {""}
@@ -160,8 +163,12 @@ class Link:
             else:
                 window.singly.update(unanswered)
                 window.give_back(unanswered)
+        again = [
+            number for number, exc in own if self._tries_again(connection, window, number, exc)
+        ]
+        window.give_back(again)
         for number, exc in own:
-            if self._tries_again(connection, window, number, exc):
+            if number in again:
                 continue
             answer = window.answers[number] = refusal(exc, errors)
             if isinstance(answer, BrokerDown):
@@ -175,12 +182,13 @@ class Link:
         if not self._is_declared(first):
             try:
                 way.declare(first)
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - it is the answer
                 way.broken = exc
                 return [UNANSWERED, *[UNSENT] * (len(parcels) - 1)]
-            self._declared[id(declare)] = declare
+            if all(entity.can_cache_declaration for entity in declare):
+                self._declared[id(declare)] = declare
         sent = way.send(parcels)
-        if sent[0] is None:
+        if sent[0] is None or getattr(sent[0], "reply_code", None) == NO_ROUTE:
             self._exchanges.add(first.exchange)
         return sent
 
@@ -190,20 +198,20 @@ class Link:
 
     def _is_declared(self, parcel: Parcel) -> bool:
         declare = parcel.envelope.declare
-        if not declare:
-            return True
-        return self._declared.get(id(declare)) is declare and parcel.is_declared_once
+        return not declare or self._declared.get(id(declare)) is declare
 
     def _tries_again(
         self, connection: Connection, window: _Window, number: int, exc: Exception
     ) -> bool:
-        """Have what no queue takes published once more, with what it needs declared anew."""
+        """Have what no queue takes published once more, with what it needs declared anew.
+
+        True where it is to be.
+        """
         envelope = window.parcels[number].envelope
         if not envelope.declare or number in window.again or not is_unroutable(exc):
             return False
         window.again.add(number)
         window.singly.add(number)
-        window.give_back([number])
         if isinstance(exc, Unbound):
             # Kombu keeps the bindings that it has made for as long as a connection.
             self.close()

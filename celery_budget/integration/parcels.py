@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 from celery import Celery
@@ -43,11 +42,6 @@ class Parcel:
             envelope.properties.get("correlation_id"),
             envelope.headers.get("id"),
         )
-
-    @cached_property
-    def is_declared_once(self) -> bool:
-        """Whether what it needs is there as long as nobody deletes it."""
-        return all(entity.can_cache_declaration for entity in self.envelope.declare)
 
     def properties(self) -> dict[str, Any]:
         """Return its properties, with the time that it has left now."""

@@ -73,7 +73,7 @@ class KombuPublisher:
         for number, message in enumerate(messages):
             try:
                 parcels[number] = Parcel(self._app, message, read(message))
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - it is the answer
                 said = f"its stored form cannot be read: {exc!r}"
                 answers[number] = Unpublishable("undecodable", said)
         if parcels:
@@ -87,6 +87,8 @@ class KombuPublisher:
     def _trace(self, begun_ns: int, parcels: Sequence[Parcel], answers: Sequence[Answer]) -> None:
         """Make a span of each message; all have the time that they took together."""
         traced = tracing.of(installed_on(self._app).settings)
+        if not traced.is_on():
+            return
         for parcel, answer in zip(parcels, answers, strict=True):
             headers = parcel.envelope.headers
             with (

@@ -105,7 +105,8 @@ class Views:
         if url and self._replica is None:
             with self._lock:
                 if self._replica is None:
-                    self._replica = Replica(url, self.settings.lock_seconds)
+                    settings = self.settings
+                    self._replica = Replica(url, settings.lock_seconds, settings.answer_seconds)
         return self._replica
 
     @contextmanager

@@ -103,7 +103,7 @@ class OneByOne(_Channel):
                 self._publish(parcel)
             except Unbound as exc:
                 answers[number] = exc
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - it is the answer
                 answers[number], self.broken = UNANSWERED, exc
                 break
             else:
@@ -148,7 +148,7 @@ class Pipelined(_Channel):
                     )
                 except Unbound as exc:
                     answers[number] = exc
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - it is the answer
                     # As its serialiser has it; of a lookup that fails the pipeline will say more.
                     answers[number] = exc
                     del written.commands[begin:]
@@ -156,7 +156,7 @@ class Pipelined(_Channel):
                     parts.append((number, begin, len(written.commands)))
         try:
             replies = self._execute(written)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - it is the answer
             self.broken = exc
             for number, *_ in parts:
                 answers[number] = UNANSWERED
@@ -243,7 +243,7 @@ class Confirmed(_Channel):
             while self._waiting:
                 # Where nothing was said in time it raises TimeoutError.
                 self._connection.drain_events(timeout=max(0.001, until - time.monotonic()))
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - it is the answer
             self.broken = exc
         return answers
 
@@ -266,7 +266,7 @@ class Confirmed(_Channel):
         except self._errors:
             self._answers[number] = UNANSWERED
             raise
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - it is the answer
             self._answers[number] = exc
         else:
             self._tag += 1

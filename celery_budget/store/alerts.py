@@ -206,6 +206,9 @@ def _near(
             sa.and_(
                 balances.c.root == root,
                 balances.c.budget == budgets.c.name,
+                # Said of both: otherwise the balances of all budgets are read for each page.
+                balances.c.budget > after,
+                balances.c.budget <= last,
                 balances.c.window_us == window,
                 balances.c.stripe == 0,
             ),

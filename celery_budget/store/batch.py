@@ -47,12 +47,12 @@ from celery_budget.store import (
     parked,
     stripes,
     waiting,
-    windows,
 )
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
+from celery_budget.store.standbys import wait_for_standbys
 from celery_budget.store.unready import Unready
 
 #: How many keys are looked for by one statement: PostgreSQL's parser has its depth.
@@ -144,6 +144,8 @@ def reserve_many(
         standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
     )
     trial.fed = waiting.fed(connection, root, fed)
+    if len(found) > len(inserted) or before[0]:
+        wait_for_standbys(connection)
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
@@ -490,8 +492,7 @@ def _drawn(
     for _, draws in admitted:
         amounts.update({draw.budget: draw.amount for draw in draws})
         of.update({draw.budget: draw.window_us for draw in draws})
-    now = windows.read_now(connection)
-    found = stripes.gather(connection, root, held, of, amounts, now, _pick(asked))
+    found = stripes.gather(connection, root, held, of, amounts, _pick(asked))
     if found is None:
         raise moved(min(of))
     return found

@@ -30,6 +30,7 @@ from celery_budget.store.budgets import (
     reopen,
     rows_of,
 )
+from celery_budget.store.levels import MAX_DEPTH
 from celery_budget.store.schema import (
     IS_TEMPLATE,
     adjustments,
@@ -50,9 +51,6 @@ __all__ = [
     "template_for",
     "templates_for",
 ]
-
-#: How many budgets may be above one another.
-MAX_DEPTH = 16
 
 
 def declare(

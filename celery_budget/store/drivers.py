@@ -21,6 +21,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.util import await_only
 
 from celery_budget.errors import EnlistError
+from celery_budget.store import clock
 
 __all__ = [
     "AUTOCOMMIT",
@@ -347,7 +348,9 @@ def lent(driver: Driver, own: Engine) -> Iterator[Connection]:
     """
     token = _lending.set(driver.lend())
     try:
-        with driver.as_ours(), _lent_engine(driver.engine or own).connect() as connection:
+        engine = _lent_engine(driver.engine or own)
+        clock.follow(engine, own)
+        with driver.as_ours(), engine.connect() as connection:
             yield connection
     finally:
         _lending.reset(token)

@@ -11,8 +11,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -30,6 +31,7 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.events import Logger
+from celery_budget.store import clock
 from celery_budget.store.prepared import Direct, is_direct
 from celery_budget.store.unready import Unready
 
@@ -205,8 +207,7 @@ class Store:
         with self.translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
 
-    @contextmanager
-    def statement(self) -> Iterator[Connection]:
+    def statement(self) -> AbstractContextManager[Connection]:
         """Open a connection on which each statement is its own transaction.
 
         On SQLite, where nothing is saved by that, it is one transaction; so it is on a server
@@ -214,14 +215,15 @@ class Store:
         (:class:`~celery_budget.store.prepared.Statement`) is sent past SQLAlchemy.
         """
         if self.dialect == "sqlite" or not self._reads_committed():
-            with self.transaction() as connection:
-                yield connection
-        elif is_direct(self._engine):
-            with self.translated(), Direct(self._autocommit) as connection:
-                yield connection
-        else:
-            with self.translated(), self._autocommit.connect() as connection:
-                yield connection
+            return self.transaction()
+        if is_direct(self._engine):
+            return _Statement(self, self._autocommit)
+        return self._in_autocommit()
+
+    @contextmanager
+    def _in_autocommit(self) -> Iterator[Connection]:
+        with self.translated(), self._autocommit.connect() as connection:
+            yield connection
 
     @contextmanager
     def apart(self, url: str = "") -> Iterator[Connection]:
@@ -489,6 +491,34 @@ class Store:
             raise StoreError(f"the ledger's database {url} failed: {error}") from error
 
 
+class _Statement:
+    """A connection past SQLAlchemy, whose errors are raised as ours; quicker than a generator."""
+
+    def __init__(self, store: Store, engine: Engine) -> None:
+        self._store = store
+        self._engine = engine
+
+    def __enter__(self) -> Connection:
+        try:
+            self._connection = Direct(self._engine)
+        except Exception:
+            with self._store.translated():
+                raise
+        return self._connection
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._connection.close()
+            return
+        with self._store.translated(), self._connection:
+            raise error
+
+
 def _shown(engine: Engine) -> str:
     return engine.url.render_as_string(hide_password=True)
 
@@ -534,6 +564,7 @@ def _create_engine(
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
         return engine
+    clock.watch(engine)
     _leave_what_cannot_be_written(engine.dialect)
     if engine.dialect.driver == "psycopg":
         # It is an extra.

@@ -48,14 +48,14 @@ REFUSED_DAYS = 31
 def _held(root: str, budget: str) -> Any:
     """Select what each request that has not ended holds of a budget.
 
-    The amount is a value and no join, for which a database may read all lines of the budget.
+    The amount is a value of the request's own lines, and neither a join nor looked for by the
+    budget, for which a database without statistics may read all lines of the budget each time.
     """
     amount = (
-        sa.select(sa.func.sum(lines.c.reserved))
+        sa.select(sa.func.sum(sa.case((lines.c.budget == budget, lines.c.reserved))))
         .where(
             lines.c.root == root,
             lines.c.reservation_id == reservations.c.reservation_id,
-            lines.c.budget == budget,
         )
         .correlate(reservations)
         .scalar_subquery()

@@ -11,7 +11,10 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.draws import Level
 from celery_budget.store.schema import balances, budgets, grants, instant
 
-__all__ = ["levels_of", "rows_above", "select_levels"]
+__all__ = ["MAX_DEPTH", "levels_of", "rows_above", "select_levels"]
+
+#: How many budgets may be above one another.
+MAX_DEPTH = 16
 
 
 def levels_of(
@@ -46,7 +49,10 @@ def rows_above(
             above.c.root == root, above.c.name == up.c.parent
         )
     )
-    statement = select_levels(root, windows or {}).where(budgets.c.name.in_(sa.select(up.c.name)))
+    # No more than that are above: PostgreSQL takes them for a hundred, for which it would rather
+    # read all budgets and balances there are.
+    found = sa.select(up.c.name).limit((MAX_DEPTH + 1) * len(wanted))
+    statement = select_levels(root, windows or {}).where(budgets.c.name.in_(found))
     return list(connection.execute(statement))
 
 

@@ -57,8 +57,11 @@ __all__ = [
 ]
 
 
-def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
-    """Return the message that a row of the outbox, or a parked one, keeps."""
+def message_of(row: sa.Row[Any], due_us: int = 0, left_us: int | None = None) -> WireMessage:
+    """Return the message that a row of the outbox, or a parked one, keeps.
+
+    :param left_us: how long until it expires, by the database's clock.
+    """
     return WireMessage(
         row.task_id,
         row.task_name,
@@ -70,6 +73,7 @@ def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
         row.rank,
         row.order_key,
         row.broker,
+        left_us,
     )
 
 

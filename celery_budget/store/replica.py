@@ -58,8 +58,8 @@ class Replica(Store):
     :raises ConfigurationError: as for :class:`Store`.
     """
 
-    def __init__(self, url: str, lock_seconds: float = 5.0) -> None:
-        super().__init__(url, lock_seconds, setting="budget_report_url")
+    def __init__(self, url: str, lock_seconds: float = 5.0, answer_seconds: float = 10.0) -> None:
+        super().__init__(url, lock_seconds, answer_seconds, setting="budget_report_url")
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:

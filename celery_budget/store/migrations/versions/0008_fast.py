@@ -15,9 +15,13 @@ def upgrade() -> None:
     _spread()
     _say_at_once()
     _wake_once()
+    _upgrade_relay()
+    _lock_by_functions()
 
 
 def downgrade() -> None:
+    _lock_by_statements()
+    _downgrade_relay()
     _wake_each_time()
     _say_no_more()
     _gather()
@@ -39,7 +43,7 @@ def _spread() -> None:
     op.create_index(
         "ix_budget_balances_waits",
         "budget_balances",
-        ["root"],
+        ["root", "end_us"],
         postgresql_where=contended,
         sqlite_where=contended,
     )
@@ -131,6 +135,28 @@ def _wake_each_time() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_wake")
         _run("wake_3.sql")
+
+
+def _upgrade_relay() -> None:
+    """What was published is marked by one statement."""
+    if op.get_bind().dialect.name == "postgresql":
+        _run("mark_8.sql")
+
+
+def _downgrade_relay() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_mark_published")
+
+
+def _lock_by_functions() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        _run("lock_8.sql")
+
+
+def _lock_by_statements() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION budget_try_lock")
+        op.execute("DROP FUNCTION budget_lock")
 
 
 def _run(name: str) -> None:

@@ -6,7 +6,12 @@
 -- Locks: the message's order key, the new reservation's key, then the balances in the order (budget,
 -- window, stripe): of a budget that is spread one stripe, or all of them where none has room alone.
 -- Two calls with one request key: the second waits for the first to commit, then finds it.
--- A refusal takes no lock unless a balance was used up between the first look and the lock.
+-- A refusal takes no lock unless a balance was used up between the first look and the lock. With it
+-- comes when there may be room again (budget_pace).
+--
+-- A query costs more to begin than to run here. What is no query is assigned, not performed; what most
+-- requests do not need (a look at what is parked, at an earlier one of the same key) is asked for where
+-- it may matter; and one budget without parents is not joined to itself.
 CREATE FUNCTION budget_reserve(
     p_root text, p_reservation uuid, p_owner text, p_request text, p_nesting integer,
     p_task_id text, p_task_name text, p_stage text, p_fingerprint text, p_opaque boolean,
@@ -18,7 +23,8 @@ CREATE FUNCTION budget_reserve(
     p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
-    requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint
+    requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint,
+    left_us bigint, freed bigint, span_us bigint
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
@@ -29,6 +35,8 @@ DECLARE
     v_parked record;
     v_ahead text;
     v_seen boolean;
+    v_waits boolean;
+    v_void text;
     v_inserted boolean := false;
     v_waiting bigint;
     v_lane text;
@@ -38,7 +46,7 @@ DECLARE
     -- Which stripe of a budget it begins with.
     v_pick integer := get_byte(uuid_send(p_reservation), 15);
 BEGIN
-    PERFORM set_config('lock_timeout', p_lock_ms, true);
+    v_void := set_config('lock_timeout', p_lock_ms, true);
     IF p_order_key IS NOT NULL THEN
         -- Until commit: who has the key first is seen first.
         PERFORM pg_advisory_xact_lock(hashtextextended(p_root || chr(1) || p_order_key, 0));
@@ -50,7 +58,8 @@ BEGIN
     LOOP
         v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now, v_pick,
                                 NULL, NULL);
-        IF v_look.verdict IS NULL AND p_queues AND NOT p_finishing THEN
+        v_waits := p_queues AND EXISTS (SELECT 1 FROM budget_parked p WHERE p.root = p_root);
+        IF v_look.verdict IS NULL AND v_waits AND NOT p_finishing THEN
             SELECT p.budget
               INTO v_ahead
               FROM unnest(v_look.d_budgets) WITH ORDINALITY AS d (budget, line)
@@ -79,14 +88,17 @@ BEGIN
                  WHERE b.root = p_root AND b.name = v_ahead;
             END IF;
         END IF;
-        -- Looked for after that: who filled the budget with this very request has committed.
-        SELECT r.reservation_id, r.task_id, r.fingerprint
-          INTO v_existing
-          FROM budget_reservations r
-         WHERE r.root = p_root AND r.owner = p_owner AND r.request_id = p_request
-           AND r.nesting = p_nesting AND r.state <> 'released';
-        v_seen := FOUND;
-        IF NOT v_seen AND p_queues THEN
+        v_seen := false;
+        IF v_look.verdict IS NOT NULL OR v_waits THEN
+            -- Looked for after that: who filled the budget with this very request has committed.
+            SELECT r.reservation_id, r.task_id, r.fingerprint
+              INTO v_existing
+              FROM budget_reservations r
+             WHERE r.root = p_root AND r.owner = p_owner AND r.request_id = p_request
+               AND r.nesting = p_nesting AND r.state <> 'released';
+            v_seen := FOUND;
+        END IF;
+        IF NOT v_seen AND v_waits THEN
             SELECT p.parked_id, p.task_id, p.request
               INTO v_parked
               FROM budget_parked p
@@ -94,9 +106,11 @@ BEGIN
                AND p.nesting = p_nesting AND p.reservation_id IS NULL
              LIMIT 1;
             IF FOUND THEN
-                RETURN QUERY SELECT 'parked', v_parked.parked_id, v_parked.task_id,
-                    v_parked.request::json ->> 'fingerprint', NULL::text, NULL::text, NULL::bigint,
-                    NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint;
+                outcome := 'parked';
+                reservation_id := v_parked.parked_id;
+                task_id := v_parked.task_id;
+                fingerprint := v_parked.request::json ->> 'fingerprint';
+                RETURN NEXT;
                 RETURN;
             END IF;
         END IF;
@@ -106,6 +120,7 @@ BEGIN
               INTO v_existing
               FROM budget_reservations r
              WHERE r.root = p_root AND r.reservation_id = p_reservation;
+            v_seen := FOUND;
         ELSIF NOT v_seen THEN
             INSERT INTO budget_reservations (
                 root, reservation_id, owner, request_id, nesting, task_id, task_name, stage,
@@ -128,13 +143,23 @@ BEGIN
                   INTO v_existing
                   FROM budget_reservations r
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
-                CONTINUE WHEN NOT FOUND;
+                IF NOT FOUND THEN
+                    SELECT r.reservation_id, r.task_id, r.fingerprint
+                      INTO v_existing
+                      FROM budget_reservations r
+                     WHERE r.root = p_root AND r.owner = p_owner AND r.request_id = p_request
+                       AND r.nesting = p_nesting AND r.state <> 'released';
+                END IF;
+                v_seen := FOUND;
+                CONTINUE WHEN NOT v_seen;
             END IF;
         END IF;
-        IF v_existing.reservation_id IS NOT NULL THEN
-            RETURN QUERY SELECT 'existing', v_existing.reservation_id, v_existing.task_id,
-                v_existing.fingerprint, NULL::text, NULL::text, NULL::bigint, NULL::bigint,
-                NULL::bigint, NULL::bigint, NULL::bigint;
+        IF v_seen THEN
+            outcome := 'existing';
+            reservation_id := v_existing.reservation_id;
+            task_id := v_existing.task_id;
+            fingerprint := v_existing.fingerprint;
+            RETURN NEXT;
             RETURN;
         END IF;
         EXIT WHEN NOT v_inserted;
@@ -144,9 +169,10 @@ BEGIN
             IF v_waiting IS NULL OR v_waiting >= p_bound THEN
                 DELETE FROM budget_reservations r
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
-                RETURN QUERY SELECT CASE WHEN v_waiting IS NULL THEN 'uncounted' ELSE 'backlog' END,
-                    NULL::uuid, NULL::text, NULL::text, NULL::text, NULL::text, v_waiting, p_bound,
-                    NULL::bigint, NULL::bigint, NULL::bigint;
+                outcome := CASE WHEN v_waiting IS NULL THEN 'uncounted' ELSE 'backlog' END;
+                requested := v_waiting;
+                limit_amount := p_bound;
+                RETURN NEXT;
                 RETURN;
             END IF;
         END IF;
@@ -156,9 +182,12 @@ BEGIN
             IF v_full.reason IS NOT NULL THEN
                 DELETE FROM budget_reservations r
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
-                RETURN QUERY SELECT 'lane', NULL::uuid, NULL::text, NULL::text, v_lane,
-                    v_full.reason, v_full.waiting, v_full.bound,
-                    NULL::bigint, NULL::bigint, NULL::bigint;
+                outcome := 'lane';
+                budget := v_lane;
+                unit := v_full.reason;
+                requested := v_full.waiting;
+                limit_amount := v_full.bound;
+                RETURN NEXT;
                 RETURN;
             END IF;
         END IF;
@@ -171,13 +200,21 @@ BEGIN
             v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now,
                                     v_pick, v_locked.d_budgets, v_locked.d_stripes);
         ELSE
-            PERFORM 1
-               FROM budget_balances b
-               JOIN unnest(v_locked.d_budgets, v_locked.d_windows) AS k (budget, window_us)
-                 ON b.budget = k.budget AND b.window_us = k.window_us
-              WHERE b.root = p_root AND b.stripe = 0
-              ORDER BY b.budget COLLATE "C", b.window_us, b.stripe
-                FOR UPDATE OF b;
+            IF cardinality(v_locked.d_budgets) = 1 THEN
+                PERFORM 1
+                   FROM budget_balances b
+                  WHERE b.root = p_root AND b.budget = v_locked.d_budgets[1]
+                    AND b.window_us = v_locked.d_windows[1] AND b.stripe = 0
+                    FOR UPDATE;
+            ELSE
+                PERFORM 1
+                   FROM budget_balances b
+                   JOIN unnest(v_locked.d_budgets, v_locked.d_windows) AS k (budget, window_us)
+                     ON b.budget = k.budget AND b.window_us = k.window_us
+                  WHERE b.root = p_root AND b.stripe = 0
+                  ORDER BY b.budget COLLATE "C", b.window_us, b.stripe
+                    FOR UPDATE OF b;
+            END IF;
             -- A new look, behind the locks: this one decides.
             v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now,
                                     v_pick, NULL, NULL);
@@ -212,9 +249,18 @@ BEGIN
                    spent = excluded.spent, refused_us = excluded.refused_us
              WHERE f.refusal_id <> excluded.refusal_id;
         END IF;
-        RETURN QUERY SELECT v_look.verdict, NULL::uuid, NULL::text, NULL::text, v_look.budget,
-            v_look.unit, v_look.requested, v_look.limit_amount, v_look.reserved, v_look.spent,
-            v_look.most;
+        outcome := v_look.verdict;
+        budget := v_look.budget;
+        unit := v_look.unit;
+        requested := v_look.requested;
+        limit_amount := v_look.limit_amount;
+        reserved := v_look.reserved;
+        spent := v_look.spent;
+        most := v_look.most;
+        SELECT p.left_us, p.freed, p.span_us
+          INTO left_us, freed, span_us
+          FROM budget_pace(p_root, v_look.budget) p;
+        RETURN NEXT;
         RETURN;
     END IF;
 
@@ -222,21 +268,36 @@ BEGIN
         v_look.d_stripes := budget_gather(p_root, v_look.d_budgets, v_look.d_windows,
                                           v_look.d_stripes, v_look.d_amounts, v_pick, v_now);
     END IF;
-    PERFORM budget_move(
-        p_root, array_agg(d.budget), array_agg(d.window_us), array_agg(d.stripe),
-        array_agg(d.amount), array_agg(0::bigint), array_agg(p_reservation), 'reserve', p_who, NULL)
-       FROM unnest(v_look.d_budgets, v_look.d_windows, v_look.d_amounts, v_look.d_stripes)
-            AS d (budget, window_us, amount, stripe)
-      WHERE d.amount > 0
-     HAVING count(*) > 0;
-    INSERT INTO budget_lines (
-        root, reservation_id, line, budget, window_us, stripe, charge, unit,
-        estimate, reserved, used, settled)
-    SELECT p_root, p_reservation, d.line - 1, d.budget, d.window_us, d.stripe, d.charge, d.unit,
-           d.amount, d.amount, 0, 0
-      FROM unnest(v_look.d_budgets, v_look.d_windows, v_look.d_amounts, v_look.d_charges,
-                  v_look.d_units, v_look.d_stripes)
-           WITH ORDINALITY AS d (budget, window_us, amount, charge, unit, stripe, line);
+    IF cardinality(v_look.d_budgets) = 1 THEN
+        IF v_look.d_amounts[1] > 0 THEN
+            v_void := budget_move(
+                p_root, v_look.d_budgets, v_look.d_windows, v_look.d_stripes, v_look.d_amounts,
+                ARRAY[0::bigint], ARRAY[p_reservation], 'reserve', p_who, NULL);
+        END IF;
+        INSERT INTO budget_lines (
+            root, reservation_id, line, budget, window_us, stripe, charge, unit,
+            estimate, reserved, used, settled)
+        VALUES (
+            p_root, p_reservation, 0, v_look.d_budgets[1], v_look.d_windows[1],
+            v_look.d_stripes[1], v_look.d_charges[1], v_look.d_units[1], v_look.d_amounts[1],
+            v_look.d_amounts[1], 0, 0);
+    ELSE
+        PERFORM budget_move(
+            p_root, array_agg(d.budget), array_agg(d.window_us), array_agg(d.stripe),
+            array_agg(d.amount), array_agg(0::bigint), array_agg(p_reservation), 'reserve', p_who, NULL)
+           FROM unnest(v_look.d_budgets, v_look.d_windows, v_look.d_amounts, v_look.d_stripes)
+                AS d (budget, window_us, amount, stripe)
+          WHERE d.amount > 0
+         HAVING count(*) > 0;
+        INSERT INTO budget_lines (
+            root, reservation_id, line, budget, window_us, stripe, charge, unit,
+            estimate, reserved, used, settled)
+        SELECT p_root, p_reservation, d.line - 1, d.budget, d.window_us, d.stripe, d.charge, d.unit,
+               d.amount, d.amount, 0, 0
+          FROM unnest(v_look.d_budgets, v_look.d_windows, v_look.d_amounts, v_look.d_charges,
+                      v_look.d_units, v_look.d_stripes)
+               WITH ORDINALITY AS d (budget, window_us, amount, charge, unit, stripe, line);
+    END IF;
     INSERT INTO budget_outbox (
         root, outbox_id, reservation_id, parent_id, task_id, task_name, retries, state, due_us,
         expires_us, publishes, failures, created_us, published_us, queue, body, envelope,
@@ -250,10 +311,12 @@ BEGIN
         CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope,
         p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
     IF p_state = 'due' AND p_due <= v_now THEN
-        PERFORM budget_wake(p_root);
+        v_void := budget_wake(p_root);
     END IF;
-    RETURN QUERY SELECT 'reserved', p_reservation, p_task_id, p_fingerprint,
-        NULL::text, NULL::text, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint,
-        NULL::bigint;
+    outcome := 'reserved';
+    reservation_id := p_reservation;
+    task_id := p_task_id;
+    fingerprint := p_fingerprint;
+    RETURN NEXT;
 END
 $$
