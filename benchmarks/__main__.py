@@ -44,6 +44,7 @@ SHORT = {
 #: What ``make bench-long`` runs: histories and backlogs.
 LONG = {
     "backlog": backlogs.run,
+    "relay-long": relaying.run_long,
     "report": reporting.run,
     "history": history.run,
 }

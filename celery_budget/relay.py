@@ -1,9 +1,10 @@
 """The relay: takes due messages from the outbox, publishes them, marks what was confirmed.
 
-Several may run: each message is published once, in the order its key asks for, if it has one. A
-relay that dies between publishing and marking leaves one batch that another publishes again, with
-the same ids; a worker claims one of the two. ``docs/relay.md`` says what each answer of a broker
-leads to.
+They go out a window at a time, as many as the way to their broker takes together; each has its own
+answer. Several relays may run: each message is published once, in the order its key asks for, if it
+has one. A relay that dies between publishing and marking leaves one batch that another publishes
+again, with the same ids; a worker claims one of the two. ``docs/relay.md`` says what each answer of
+a broker leads to.
 """
 
 from __future__ import annotations
