@@ -13,7 +13,17 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, history, hot, relaying, reporting, starting, waking, working
+from benchmarks import (
+    backlogs,
+    caller,
+    history,
+    hot,
+    relaying,
+    reporting,
+    starting,
+    waking,
+    working,
+)
 from benchmarks.measure import Comparison, Effort
 from benchmarks.peers import comparing
 from benchmarks.servers import Servers
@@ -34,6 +44,7 @@ SHORT = {
 }
 #: What ``make bench-long`` runs: histories and backlogs.
 LONG = {
+    "backlog": backlogs.run,
     "relay-long": relaying.run_long,
     "report": reporting.run,
     "history": history.run,
@@ -106,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         "--history",
         type=_positive,
         metavar="N",
-        help="let the longest history be of so many requests (default: 10,000,000)",
+        help="let the longest history, or backlog, be of so many requests (default: 10,000,000, or "
+        "1,000,000)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser
