@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, history, relaying, reporting, starting, working
+from benchmarks import caller, growth, history, relaying, reporting, starting, working
 from benchmarks.measure import Comparison, Effort
 from benchmarks.peers import comparing
 from benchmarks.servers import Servers
@@ -33,6 +33,7 @@ SHORT = {
 LONG = {
     "report": reporting.run,
     "history": history.run,
+    "growth": growth.run,
 }
 BENCHMARKS = {**SHORT, **LONG}
 #: Every figure of the last run, with what it was to be.
