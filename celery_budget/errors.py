@@ -17,6 +17,7 @@ __all__ = [
     "ClaimLost",
     "ConfigurationError",
     "DeadlinePassed",
+    "DistributionError",
     "EffectError",
     "EnlistError",
     "EstimateError",
@@ -40,6 +41,7 @@ __all__ = [
     "ParkingFull",
     "PolicyError",
     "QueueFull",
+    "ReplicaError",
     "RequestConflict",
     "RequestEnding",
     "RequestNotRun",
@@ -752,6 +754,13 @@ class ClaimLost(BudgetError):
         )
 
 
+class DistributionError(BudgetError):
+    """The ledger cannot be distributed, or a distributed one is asked for several roots at once.
+
+    :param message: what is missing or was asked for, and what to do.
+    """
+
+
 class StoreError(BudgetError):
     """The ledger's database failed. While admitting: nothing was published.
 
@@ -766,3 +775,27 @@ class StoreError(BudgetError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class ReplicaError(StoreError):
+    """The database that reports are read from (``budget_report_url``) failed. The ledger goes on.
+
+    Nothing is read from the ledger's own database instead, which has other work to do; who wants it
+    says so.
+
+    :param url: of that database, without its password.
+    :param said: what it said.
+    :param retryable: whether the same call may succeed later without any change.
+    """
+
+    def __init__(self, url: str, said: str, retryable: bool = False) -> None:
+        super().__init__(said, retryable)
+        self.args = (url, said, retryable)
+        self.url = url
+
+    def __str__(self) -> str:
+        return (
+            f"the replica {self.url} of budget_report_url: {self.message}. Admissions, workers and "
+            "relays do not need it. Mend or start it, take budget_report_url out, or read from the "
+            "ledger's own database: 'celery -A PROJ budget --primary ...', 'with budget.primary():'"
+        )

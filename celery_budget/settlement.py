@@ -11,9 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from celery_budget import tracing, watching
+from celery_budget.closings import Closings
 from celery_budget.core.amounts import check_amount
 from celery_budget.core.budgets import check_text, check_unit
 from celery_budget.core.deadlines import moment
@@ -58,6 +60,7 @@ from celery_budget.store import (
     Connection,
     Stop,
     Store,
+    at_once,
     attempts,
     claims,
     continuations,
@@ -116,6 +119,7 @@ def claim(
     stop: Stop | None = None,
     retries: Retries | None = None,
     spool: Spool | None = None,
+    closings: Closings | None = None,
 ) -> Attempt | Running | Closed | Missing:
     """Claim the attempt that ``delivery`` stands for, or tell why it may not run.
 
@@ -125,12 +129,11 @@ def claim(
     :param claim_id: the fence to claim under; a repeat with the same one finds its own claim.
     :param stop: ends waiting for the ledger, here and in all that the attempt does.
     :param spool: keeps what the attempt cannot tell the ledger.
+    :param closings: of attempts before it, which are closed with it; gets this one when it is to be
+        closed.
     :raises StoreError: where waiting was ended; it is not known to be claimed.
     """
-    limits = (retries or None, settings.max_quarantine)
-    claimed = store.wait_out(
-        Patience(stop), attempts.claim, delivery, claim_id, settings.lease_us, *limits
-    )
+    claimed = _claim(store, settings, delivery, claim_id, Patience(stop), retries, closings)
     if isinstance(claimed, Replay):
         _alarm(claimed.kept, delivery.reservation_id, settings)
     if isinstance(claimed, (Claimed, Replay)):
@@ -147,11 +150,40 @@ def claim(
             stop,
             spool,
             delivery,
+            closings,
             begun=time.monotonic() - elapsed_us / 1_000_000,
             deadline_us=claimed.deadline_us,
             until=_until(claimed),
         )
     return claimed
+
+
+def _claim(
+    store: Store,
+    settings: Settings,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    patience: Patience,
+    retries: Retries | None,
+    closings: Closings | None,
+) -> Claimed | Replay | Running | Closed | Missing:
+    """Claim in one statement where the store can, and what that leaves in a transaction."""
+    key = (delivery, claim_id, settings.lease_us, retries or None)
+    if store.dialect == "postgresql":
+        closing = closings.take() if closings is not None else []
+        try:
+            claimed, unclosed = store.wait_out_statement(
+                patience, at_once.claim, *key, closing, lock_ms=store.lock_ms
+            )
+        except BaseException:
+            if closings is not None:
+                closings.add(*closing)
+            raise
+        if unclosed and closings is not None:
+            closings.leave(one for one in closing if one[0] in unclosed)
+        if claimed is not None:
+            return claimed
+    return store.wait_out(patience, attempts.claim, *key, settings.max_quarantine)
 
 
 def _until(claimed: Claimed | Replay) -> float | None:
@@ -279,10 +311,12 @@ class Attempt:
     :ivar stopping: tells that the worker stops; what waits for the ledger then goes on without.
     :ivar spool: keeps what the ledger could not be told; none in place, where its caller hears it.
     :ivar delivery: by which it was claimed; none in place.
+    :ivar closings: takes it when it is to be closed, to do so with others; none for at once.
     :ivar called: whether the task's call is over; what is published now follows from it.
     :ivar replaced: whether the task has put another in its place.
     :ivar error: what the task's call raised; none where it returned.
     :ivar settled: whether the reservation is settled and the attempt waits to be closed.
+    :ivar closed: whether the reservation is settled and the attempt closed.
     :ivar cancelled: whether another attempt was to follow this one, and the request is cancelled.
     :ivar in_place: whether it runs in its caller's process: its end closes it.
     :ivar stop_at_hold: whether it stops where it has used more than is held for it.
@@ -310,8 +344,10 @@ class Attempt:
     stopping: Stop | None = None
     spool: Spool | None = None
     delivery: Delivery | None = None
+    closings: Closings | None = None
     called: bool = False
     settled: bool = False
+    closed: bool = False
     cancelled: bool = False
     replaced: bool = False
     error: BaseException | None = None
@@ -474,7 +510,8 @@ class Attempt:
         if caller is None:
             entry = UsageEntry(*record)
             try:
-                return self._tell([entry], usage.record, *record)
+                at_once_too = None if record[-1].incomplete else at_once.record
+                return self._tell([entry], at_once_too, usage.record, *record)
             except _Stopped:
                 self._unsure.append(record)
                 return Recorded(late=False, over=False)
@@ -499,6 +536,7 @@ class Attempt:
     def _tell(
         self,
         entries: Sequence[Entry],
+        swift: Callable[..., R | None] | None,
         function: Callable[Concatenate[Connection, P], R],
         *args: P.args,
         **kwargs: P.kwargs,
@@ -507,12 +545,19 @@ class Attempt:
 
         They stay there where this is interrupted. Where the ledger refuses, its caller hears it.
 
+        :param swift: says it in one statement, or leaves it to ``function``; none where it would.
         :raises _Stopped: where the worker stops; what was to be told is on disk.
         """
         keep = None if self.spool is None else lambda: self._keep(entries)
         patience = Patience(self.stopping if self.spool else None, keep)
         try:
-            result = self.store.wait_out(patience, function, *args, **kwargs)
+            result = None
+            if swift is not None and self.store.dialect == "postgresql":
+                result = self.store.wait_out_statement(
+                    patience, swift, *args, lock_ms=self.store.lock_ms
+                )
+            if result is None:
+                result = self.store.wait_out(patience, function, *args, **kwargs)
         except (BudgetError, LookupError) as error:
             if patience.over:
                 raise _Stopped from error
@@ -590,40 +635,46 @@ class Attempt:
             )
         return f"key:{key}"
 
-    def end(self, outcome: Outcome) -> bool:
+    def end(self, outcome: Outcome, closes: bool = False) -> bool:
         """End the attempt with ``outcome``; false where its fence is gone.
 
-        Sets :attr:`settled` where nothing follows but what Celery does with the outcome,
-        :attr:`cancelled` where that is not to be stored, and :attr:`spooled` where the ledger does
-        not know it.
+        Sets :attr:`settled` where nothing follows but what Celery does with the outcome, or
+        :attr:`closed`, :attr:`cancelled` where that is not to be stored, and :attr:`spooled` where
+        the ledger does not know it.
+
+        :param closes: whether nothing is ever to be given again, so that it may be closed at once.
         """
         with tracing.of(self.settings).span(
             "budget.settle", "internal", parent=self.trace, inner=True, only_within=True
         ) as span:
-            return self._end(outcome, span)
+            return self._end(outcome, closes, span)
 
-    def _end(self, outcome: Outcome, span: Span) -> bool:
+    def _end(self, outcome: Outcome, closes: bool, span: Span) -> bool:
         entries: list[Entry] = [UsageEntry(*record) for record in self._unsure]
         if self.delivery is not None:
             of = (self.delivery.task_id, self.delivery.boot_id)
             entries.append(EndedEntry(*self._key, outcome, *of))
         end = in_place.end if self.in_place else attempts.end
+        plain = outcome.kind != "retried" and outcome.again is None and outcome.keep is None
+        swift = partial(at_once.end, closes=closes) if plain and not self.in_place else None
         try:
             while self._unsure:
                 try:
-                    self._tell(entries, usage.record, *self._unsure[0])
+                    self._tell(entries, None, usage.record, *self._unsure[0])
                 except (PolicyError, InvalidAmount) as error:
                     # What it would have been told at once, had it not been interrupted.
                     logger.event(
                         "usage.unrecorded", error=error, reservation_id=self.reservation_id
                     )
                 del self._unsure[0], entries[0]
-            ended = self._tell(entries, end, *self._key, outcome)
+            ended = self._tell(entries, swift, end, *self._key, outcome)
         except _Stopped:
             self.spooled = True
             self.leave()
             return True
-        self.settled = isinstance(ended, Ended) and ended.state == "settled" and not self.in_place
+        settled = isinstance(ended, Ended) and ended.state == "settled" and not self.in_place
+        self.closed = isinstance(ended, Ended) and ended.closed
+        self.settled = settled and not self.closed
         self.cancelled = isinstance(ended, Ended) and ended.cancelled
         if isinstance(ended, Ended):
             _alarm(ended.kept, self.reservation_id, self.settings)
@@ -675,7 +726,13 @@ class Attempt:
         transaction.run(effects.withdraw, self.root, self.reservation_id, key)
 
     def close(self) -> bool:
-        """Close the attempt; false where its fence is gone. A few tries: recovery does the rest."""
+        """Close the attempt; false where its fence is gone. A few tries: recovery does the rest.
+
+        With :attr:`closings` that is left to them.
+        """
+        if self.closings is not None:
+            self.closings.add(self._key[1:])
+            return True
         return self.store.run(attempts.close, *self._key)
 
     @property

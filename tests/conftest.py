@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
@@ -20,7 +21,7 @@ from tests.crash.seeds import seed
 from tests.services import pgbouncer, postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
 from tests.services.pgbouncer import PgBouncer
-from tests.services.postgres import ExternalPostgres, PostgresServer
+from tests.services.postgres import ExternalPostgres, PostgresReplica, PostgresServer
 from tests.services.rabbitmq import ExternalRabbit, RabbitServer
 from tests.services.redis import ExternalRedis, RedisServer
 
@@ -148,6 +149,16 @@ def unique_name() -> str:
 def own_postgres() -> Iterator[PostgresServer]:
     """A durable PostgreSQL that the test may kill."""
     yield from _own(PostgresServer, postgres.HOW_TO_GET)
+
+
+@pytest.fixture(scope="module")
+def replicated() -> Iterator[PostgresReplica]:
+    """A replica of a primary of its own, for the tests of a module, which leave both running.
+
+    A test that kills or promotes makes a `PostgresReplica` of its own, of `own_postgres`.
+    """
+    with contextmanager(_own)(PostgresServer, postgres.HOW_TO_GET) as primary:
+        yield from _own(lambda: PostgresReplica(primary), postgres.HOW_TO_GET)
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
+from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option, show
 from celery_budget.render.alerts import alerts_view
 
 __all__ = ["alerts"]
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @json_option
 @click.pass_context
 def alerts(ctx: click.Context, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import BudgetCommand, budget, installed_of
+from celery_budget.cli.group import ReadingCommand, budget, installed_of
 from celery_budget.dashboard import create_app, server
 from celery_budget.errors import ConfigurationError
 from celery_budget.render.text import printable
@@ -29,7 +29,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SIGNAL_SECONDS = 0.1
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.option(
     "--port",
     cls=CeleryOption,

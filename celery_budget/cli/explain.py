@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
+from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option, show
 from celery_budget.cli.values import AMOUNT, COUNT
 from celery_budget.render.holdings import budget_view
 from celery_budget.render.stories import stories_view
@@ -16,7 +16,7 @@ __all__ = ["explain"]
 _LIMIT = 20
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.argument("some_id", metavar="[ID]", required=False)
 @click.option(
     "--budget",

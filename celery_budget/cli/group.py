@@ -6,7 +6,8 @@ import errno
 import shlex
 import shutil
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import click
 from celery import Celery
@@ -24,13 +25,26 @@ from celery_budget.errors import (
 from celery_budget.integration.context import find_installed
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.render.documents import json_document
+from celery_budget.render.sources import replica_told
 from celery_budget.render.text import as_text, printable
 
-__all__ = ["BudgetCommand", "budget", "called", "installed_of", "json_option", "show"]
+__all__ = [
+    "BudgetCommand",
+    "ReadingCommand",
+    "budget",
+    "called",
+    "installed_of",
+    "json_option",
+    "show",
+]
 
 
 #: Where a disk takes no more, as that of a file that the output goes to.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+#: Options by which a command reads the ledger's own database: asked for, or since it changes that.
+_NEED_PRIMARY = ("primary", "repair", "fold_before")
 
 
 class WrongUse(click.ClickException):
@@ -40,13 +54,32 @@ class WrongUse(click.ClickException):
 
 
 class BudgetCommand(CeleryCommand):
-    """A command of ``budget``."""
+    """A command of ``budget``.
+
+    :cvar from_replica: whether it shows what a replica says where there is one. What it changes,
+        and looks at before or afterwards, is in the ledger's own database.
+    """
+
+    from_replica: ClassVar[bool] = False
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, and no arguments: the text above them says what those are."""
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         with formatter.section("Options"):
             formatter.write_dl([told for one in options if (told := one.get_help_record(ctx))])
+
+
+class ReadingCommand(BudgetCommand):
+    """A command that only shows something: from a replica, where there is one, which it says."""
+
+    from_replica = True
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Say where it reads, beside what it prints, and run it."""
+        source = installed_of(ctx).read_from()
+        if source.replica:
+            click.echo(printable(replica_told(source)), err=True)
+        return super().invoke(ctx)
 
 
 class BudgetGroup(DYMGroup):
@@ -78,9 +111,15 @@ def called(ctx: click.Context, told: str) -> str:
 
 
 @click.group(cls=BudgetGroup)
+@click.option(
+    "--primary",
+    cls=CeleryOption,
+    is_flag=True,
+    help="Show what the ledger's own database says, not the replica of budget_report_url.",
+)
 @click.pass_context
 @handle_preload_options
-def budget(ctx: click.Context) -> None:
+def budget(ctx: click.Context, primary: bool) -> None:
     """Budgets, enforced before dispatch.
 
     \b
@@ -116,7 +155,17 @@ def installed_of(ctx: click.Context) -> CeleryBudget:
             f"the application {app.main or 'default'!r} has no CeleryBudget; add "
             "'budget = CeleryBudget(app)' where it is made, and name it by 'celery -A PROJ budget'"
         )
+    found.reads_primary = not getattr(ctx.command, "from_replica", False) or any(
+        inside.params.get(option) for inside in _upwards(ctx) for option in _NEED_PRIMARY
+    )
+    ctx.call_on_close(lambda: setattr(found, "reads_primary", False))
     return found
+
+
+def _upwards(ctx: click.Context | None) -> Iterator[click.Context]:
+    while ctx is not None:
+        yield ctx
+        ctx = ctx.parent
 
 
 def show(ctx: click.Context, what: dict[str, Any] | RenderableType) -> None:

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 from celery_budget.cli.declare import show_standing
-from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option
+from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option
 from celery_budget.cli.group import show as print_out
 from celery_budget.cli.progress import Progress
 from celery_budget.cli.values import COUNT, DURATION
@@ -23,7 +23,7 @@ from celery_budget.render.text import number
 __all__ = ["journal", "list_", "show", "suggest"]
 
 
-@budget.command("list", cls=BudgetCommand)
+@budget.command("list", cls=ReadingCommand)
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def list_(ctx: click.Context, as_json: bool) -> None:
         print_out(ctx, Group(view, Text(), queued_table(queued)) if queued else view)
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.argument("name")
 @json_option
 @click.pass_context
@@ -68,7 +68,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
     show_standing(ctx, installed_of(ctx), name, as_json)
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.argument("name", required=False)
 @click.option(
     "--limit",
@@ -127,7 +127,7 @@ def _fold(ctx: click.Context, older_than: timedelta, as_json: bool) -> None:
     )
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.option("--stage", cls=CeleryOption, help="Of one stage only.")
 @click.option(
     "--quantile",

@@ -11,6 +11,7 @@ from celery.bin.base import CeleryOption
 from celery_budget.cli.group import (
     BudgetCommand,
     BudgetGroup,
+    ReadingCommand,
     budget,
     installed_of,
     json_option,
@@ -169,7 +170,7 @@ def _show(ctx: click.Context, installed: CeleryBudget, name: str, as_json: bool)
     show(ctx, standing.as_dict() if as_json else lane_view(standing))
 
 
-@lane.command("list", cls=BudgetCommand)
+@lane.command("list", cls=ReadingCommand)
 @json_option
 @click.pass_context
 def list_lanes(ctx: click.Context, as_json: bool) -> None:
@@ -184,7 +185,7 @@ def list_lanes(ctx: click.Context, as_json: bool) -> None:
     show(ctx, {"lanes": [one.as_dict() for one in found]} if as_json else lanes_table(found))
 
 
-@lane.command("show", cls=BudgetCommand)
+@lane.command("show", cls=ReadingCommand)
 @click.argument("name")
 @json_option
 @click.pass_context

@@ -8,6 +8,7 @@ from celery.bin.base import CeleryOption
 from celery_budget.cli.group import (
     BudgetCommand,
     BudgetGroup,
+    ReadingCommand,
     budget,
     installed_of,
     json_option,
@@ -34,7 +35,7 @@ def parked() -> None:
     """
 
 
-@parked.command("list", cls=BudgetCommand)
+@parked.command("list", cls=ReadingCommand)
 @click.option(
     "--limit",
     cls=CeleryOption,

@@ -8,6 +8,7 @@ from celery.bin.base import CeleryOption
 from celery_budget.cli.group import (
     BudgetCommand,
     BudgetGroup,
+    ReadingCommand,
     budget,
     installed_of,
     json_option,
@@ -37,7 +38,7 @@ def quarantine() -> None:
     """
 
 
-@quarantine.command("list", cls=BudgetCommand)
+@quarantine.command("list", cls=ReadingCommand)
 @click.option(
     "--limit",
     cls=CeleryOption,
@@ -61,7 +62,7 @@ def list_(ctx: click.Context, limit: int, as_json: bool) -> None:
     show(ctx, document if as_json else quarantine_table(isolated))
 
 
-@quarantine.command("show", cls=BudgetCommand)
+@quarantine.command("show", cls=ReadingCommand)
 @click.argument("some_id", metavar="ID|TASK_ID")
 @json_option
 @click.pass_context

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from celery.bin.base import CeleryOption
 
-from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
+from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option, show
 from celery_budget.cli.progress import Progress
 from celery_budget.cli.values import COUNT, COUNT_OR_NONE, DURATION
 from celery_budget.render.invoices import comparison_view
@@ -18,7 +18,7 @@ from celery_budget.render.reconcile import reconciliation_view
 __all__ = ["reconcile"]
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.option(
     "--repair",
     cls=CeleryOption,

@@ -27,7 +27,13 @@ SIGNAL_SECONDS = 0.1
 HEALTHY_SECONDS = 15.0
 
 
-@budget.command(cls=BudgetCommand)
+class RelayCommand(BudgetCommand):
+    """A relay serves metrics as other processes do; whether one runs is not asked of a replica."""
+
+    from_replica = True
+
+
+@budget.command(cls=RelayCommand)
 @click.option(
     "-l",
     "--loglevel",
@@ -114,9 +120,10 @@ def _health(ctx: click.Context, max_age: float, any_host: bool, as_json: bool) -
     """Tell whether a relay was seen not long ago; the exit status is for probes."""
     host = None if any_host else socket.gethostname()
     installed = installed_of(ctx)
-    relays = [one for one in installed.relays() if host in (None, one.host)]
+    with installed.primary():
+        relays = [one for one in installed.relays() if host in (None, one.host)]
+        full = installed.quarantine_is_full()
     found = [one for one in relays if one.seconds <= max_age]
-    full = installed.quarantine_is_full()
     if as_json:
         rows = [one.as_dict() for one in relays]
         show(ctx, {"ok": bool(found), "relays": rows, "quarantine_full": full})

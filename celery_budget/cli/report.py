@@ -10,7 +10,7 @@ import click
 from celery.bin.base import CeleryOption
 
 from celery_budget.cli.files import write_file
-from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option
+from celery_budget.cli.group import ReadingCommand, budget, called, installed_of, json_option
 from celery_budget.cli.group import show as print_out
 from celery_budget.cli.progress import Waiting
 from celery_budget.cli.values import WHEN
@@ -30,7 +30,7 @@ _ENDINGS = {".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
 _STDOUT = "-"
 
 
-@budget.command(cls=BudgetCommand)
+@budget.command(cls=ReadingCommand)
 @click.option(
     "--since",
     cls=CeleryOption,

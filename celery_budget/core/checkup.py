@@ -87,6 +87,7 @@ class StoreSeen:
     :ivar write_error: why nothing can be written to it; empty where it can.
     :ivar settings: those of PostgreSQL that matter here, as text.
     :ivar version: of PostgreSQL's server: 140000 and so on.
+    :ivar standbys: how many standbys PostgreSQL has, and how many of them are synchronous.
     :ivar clock_seconds: by how much its clock is ahead of this host's.
     :ivar round_trip_seconds: how long that took to ask: the clock is as uncertain as half of it.
     :ivar file_system: of SQLite's file: its type, such as ``ext4`` or ``nfs4``.
@@ -94,6 +95,8 @@ class StoreSeen:
     :ivar zones_missing: time zones of budgets that this host does not know.
     :ivar overdue_seconds: how long a message has been due that was not published; 0 for none.
     :ivar mark: tells this ledger from others; none while it has no budget.
+    :ivar distributed: whether its tables are distributed by root.
+    :ivar undistributed: tables and functions of such a one that are not.
     """
 
     dialect: str
@@ -103,6 +106,7 @@ class StoreSeen:
     settings: dict[str, str] = field(default_factory=dict)
     version: int | None = None
     max_connections: int | None = None
+    standbys: tuple[int, int] | None = None
     clock_seconds: float | None = None
     round_trip_seconds: float = 0.0
     file_system: str | None = None
@@ -111,6 +115,27 @@ class StoreSeen:
     overdue_seconds: float = 0.0
     mark: str | None = None
     relays: tuple[RelayHost, ...] = ()
+    distributed: bool = False
+    undistributed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplicaSeen:
+    """The database of ``budget_report_url``, as it answers.
+
+    :ivar error: why it cannot be read, or has not the tables of this release; empty where it can.
+    :ivar mark: as of :class:`StoreSeen`.
+    :ivar follows: whether it follows another server.
+    :ivar writable: whether it can be written.
+    :ivar behind_seconds: how far it is behind; none where it does not tell.
+    """
+
+    server: str
+    error: str = ""
+    mark: str | None = None
+    follows: bool = True
+    writable: bool = False
+    behind_seconds: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +174,7 @@ class Facts:
 
     :ivar workers: none where they could not be asked; ``workers_why`` says why.
     :ivar prices_differ: models with two prices, and how much each is.
+    :ivar replica: none where nothing is read from one.
     """
 
     host: str
@@ -176,6 +202,7 @@ class Facts:
     spool_error: str = ""
     prices_differ: tuple[str, ...] = ()
     pool_size: int = 15
+    replica: ReplicaSeen | None = None
 
     @property
     def budgeted(self) -> tuple[TaskSeen, ...]:

@@ -384,12 +384,14 @@ class Ended:
     :ivar state: the reservation's: ``settled``, or ``waiting`` for another attempt.
     :ivar cancelled: whether another attempt was to follow, and none does: it was cancelled.
     :ivar kept: whether its request is in quarantine now; none where that was not asked for.
+    :ivar closed: whether nothing is to be given again, and it was closed just now.
     :ivar settlement: what it was settled at just now; none where it was not, or before.
     """
 
     state: str
     cancelled: bool = False
     kept: bool | None = field(default=None, compare=False)
+    closed: bool = field(default=False, compare=False)
     settlement: Settlement | None = field(default=None, compare=False)
 
 

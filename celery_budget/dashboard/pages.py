@@ -17,10 +17,12 @@ from celery_budget.dashboard.reads import Seen
 from celery_budget.render import plots
 from celery_budget.render.budgets import standing_facts
 from celery_budget.render.lanes import WHY
+from celery_budget.render.sources import replica_told
 from celery_budget.render.stories import facts_of
 from celery_budget.render.tables import ISOLATED, MEANING, OVERDUE_SECONDS
 from celery_budget.render.text import printable
 from celery_budget.render.timeline import events_of
+from celery_budget.store import ReadFrom
 
 __all__ = ["FILES", "Pages"]
 
@@ -69,6 +71,11 @@ _OPEN = {
 }
 
 
+def _told(source: ReadFrom | None) -> str:
+    """Return from which replica a page was read; nothing where it is the ledger itself."""
+    return replica_told(source) if source is not None and source.replica else ""
+
+
 class Pages:
     """Makes pages.
 
@@ -114,6 +121,7 @@ class Pages:
             states=looks.STATES,
             sorts=looks.SORTS,
             overdue=look.overview.overdue_seconds > OVERDUE_SECONDS,
+            read_from=_told(look.overview.read_from),
         )
 
     def budget(
@@ -154,6 +162,7 @@ class Pages:
             "plots.html",
             seen,
             look=seen.value,
+            read_from=_told(seen.value.report.read_from),
             days=days if days in looks.PERIODS else next(iter(looks.PERIODS)),
             periods=looks.PERIODS,
         )
@@ -170,5 +179,5 @@ class Pages:
     def _made(self, request: Request, name: str, status: int, **more: Any) -> HTMLResponse:
         base = request.scope.get("root_path", "").rstrip("/")
         template = self._environment.get_template(name)
-        known = {"base": base, "status": status, "here": "", "some_id": "", **more}
+        known = {"base": base, "status": status, "here": "", "some_id": "", "read_from": "", **more}
         return HTMLResponse(template.render(known), status)

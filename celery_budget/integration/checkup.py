@@ -20,6 +20,7 @@ from celery_budget.core.checkup import (
     Checkup,
     Facts,
     RelayHost,
+    ReplicaSeen,
     StoreSeen,
     TaskSeen,
     WorkerSeen,
@@ -39,7 +40,7 @@ from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.task import BudgetedTask, policy_of, upgrade_marked
 from celery_budget.metering import price
 from celery_budget.store import checkup as seen
-from celery_budget.store import migrate
+from celery_budget.store import migrate, read_from
 from celery_budget.store.windows import read_now
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def collect(budget: CeleryBudget, timeout: float = ASK_SECONDS) -> Facts:
         brokers=brokers,
         tasks=tuple(_tasks(budget)),
         store=_store(budget),
+        replica=_replica(budget),
         workers=workers,
         workers_why=why,
         backend=_backend(budget),
@@ -199,6 +201,7 @@ def _store(budget: CeleryBudget) -> StoreSeen:
         settings=server.settings,
         version=_number(server.settings.get("server_version_num")),
         max_connections=_number(server.settings.get("max_connections")),
+        standbys=server.standbys,
         file_system=_file_system(server.path),
         free_bytes=None
         if server.path is None
@@ -218,6 +221,25 @@ def _store(budget: CeleryBudget) -> StoreSeen:
         mark=tables.mark,
         relays=tuple(RelayHost(one.host, one.pid, one.seconds) for one in relays),
     )
+
+
+def _replica(budget: CeleryBudget) -> ReplicaSeen | None:
+    replica, root = budget.replica, budget.settings.root
+    if replica is None:
+        return None
+    found = ReplicaSeen(replica.url)
+    try:
+        source = read_from(replica)
+        replica.read(migrate.check)
+        return replace(
+            found,
+            mark=replica.read(seen.mark, root),
+            follows=source.follows,
+            writable=replica.read(seen.is_writable),
+            behind_seconds=source.behind_seconds,
+        )
+    except (SchemaError, StoreError) as error:
+        return replace(found, error=str(error))
 
 
 def _write_error(budget: CeleryBudget) -> str:

@@ -55,6 +55,7 @@ from celery_budget.integration.context import (
 )
 from celery_budget.integration.effects import called
 from celery_budget.integration.outcomes import (
+    is_needed,
     name_of,
     read_value,
     undisturbed,
@@ -151,6 +152,7 @@ def _run(
         say_started(request)
         value = called(attempt, body, args, kwargs)
         outcome = Outcome("returned", written_value(budget, task, request, value))
+        closes = not is_needed(task, request)
     except Retry as exc:
         told = retries or attempt.deadline_us is not None
         error = written_retry(budget, task, exc.exc) if told else None
@@ -161,7 +163,7 @@ def _run(
             raise Ignore("the request is cancelled") from exc
         raise
     except Ignore:
-        _end(attempt, Outcome("replaced" if attempt.replaced else "ignored"))
+        _end(attempt, Outcome("replaced" if attempt.replaced else "ignored"), closes=True)
         raise
     except Reject as exc:
         again = budget.settings.again if exc.requeue else None
@@ -178,11 +180,16 @@ def _run(
         written = written_error(budget, task, exc)
         _end(attempt, Outcome("raised", written, keep=keep, error=name_of(exc)))
         raise
-    _end(attempt, outcome)
+    _end(attempt, outcome, closes)
     return value
 
 
-def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
+def _end(attempt: settlement.Attempt, outcome: Outcome, closes: bool = False) -> None:
+    """End an attempt by how its task's call has ended.
+
+    :param closes: whether nothing of it is ever to be given again.
+    :raises Ignore: where nothing may follow from it here.
+    """
     undisturbed(attempt.finish_streams)
     attempt.called = True
     undisturbed(partial(attempt.span.set, outcome=outcome.kind))
@@ -191,7 +198,7 @@ def _end(attempt: settlement.Attempt, outcome: Outcome) -> None:
         undisturbed(attempt.leave)
         logger.event("attempt.left", attempt=attempt.number, reservation_id=attempt.reservation_id)
         raise Ignore("the worker stops")
-    ended = undisturbed(attempt.end, outcome)
+    ended = undisturbed(attempt.end, outcome, closes)
     if attempt.spooled:
         logger.event(
             "attempt.spooled",
@@ -289,6 +296,7 @@ def _claim_reserved(
         stopping,
         retries,
         budget.spool,
+        budget.closings,
     )
 
 

@@ -14,6 +14,7 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils.objects import cached_property
 
 from celery_budget import admission, reconcile, settlement, telling, tracing
+from celery_budget.closings import Closings
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.checkup import Checkup
 from celery_budget.core.estimators import Estimators, estimators
@@ -90,6 +91,13 @@ class CeleryBudget(Ledger):
     def spool(self) -> Spool:
         """What this application's workers could not tell the ledger."""
         return Spool(self.settings.spool, f"{self.store.place} {self.settings.root}")
+
+    @cached_property
+    def closings(self) -> Closings | None:
+        """The attempts of this process that are to be closed; none where each is closed at once."""
+        # SQLite has one writer, and no round trip to save.
+        one_by_one = self.store.dialect == "sqlite"
+        return None if one_by_one else Closings(self.store, self.settings.root)
 
     def cancel(
         self, task_id: str, terminate: bool = False, signal: str = "SIGTERM"

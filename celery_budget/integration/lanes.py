@@ -35,6 +35,9 @@ class _Kept(Protocol):
     @property
     def store(self) -> Store: ...
 
+    @property
+    def reading(self) -> Store: ...
+
 
 class Lanes:
     """The lanes of one ledger."""
@@ -80,14 +83,14 @@ class Lanes:
 
     def list(self) -> list[shown.LaneStanding]:
         """Return how all lanes stand, by name."""
-        return shown.lane_standings(self._kept.store, self._kept.settings)
+        return shown.lane_standings(self._kept.reading, self._kept.settings)
 
     def show(self, name: str) -> shown.LaneStanding:
         """Return how the lane ``name`` stands.
 
         :raises UnknownLane: where there is none.
         """
-        return shown.lane_standings(self._kept.store, self._kept.settings, name)[0]
+        return shown.lane_standings(self._kept.reading, self._kept.settings, name)[0]
 
 
 def _terms_of(name: str, terms: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from celery_budget.store import (
     migrate,
     quarantine,
 )
+from celery_budget.store import distributed as spread
 
 __all__ = ["KEEP", "Ledger", "Receipt"]
 
@@ -84,9 +85,14 @@ class Ledger(Views):
         """The lanes of this ledger: :class:`~celery_budget.integration.lanes.Lanes`."""
         return Lanes(self)
 
-    def init(self) -> str:
-        """Create the ledger's tables or bring them up to date; return their version."""
-        return self.store.run(migrate.upgrade)
+    def init(self, *, distributed: bool = False) -> str:
+        """Create the ledger's tables or bring them up to date; return their version.
+
+        :param distributed: distribute them by root over the nodes of a Citus cluster, to whose
+            coordinator ``budget_database_url`` leads. What was distributed once stays so.
+        :raises DistributionError: where that cannot be. Nothing was changed.
+        """
+        return self.store.run(_init, distributed)
 
     def check(self) -> None:
         """Check that the ledger can be reached and has the tables this release needs.
@@ -109,6 +115,7 @@ class Ledger(Views):
         soft_stop: float | Decimal | str | None = None,
         hard_stop: float | Decimal | str | None = None,
         weight: int | None = None,
+        stripes: int | Literal[_Keep.KEEP] | None = KEEP,
         alert_at: Iterable[float | Decimal | str] | str | Literal[_Keep.KEEP] | None = KEEP,
         reopen: bool = False,
     ) -> Budget:
@@ -132,6 +139,8 @@ class Ledger(Views):
         :param hard_stop: up to which part work is admitted that continues what was started.
         :param weight: its share of a lane beside that of others, 1 unless given; with 0 its work
             goes last.
+        :param stripes: over how many rows its counters are spread, so that many may draw on it at
+            once; none for as many as turn out to be of use. Without effect on SQLite.
         :param alert_at: at which parts of its limit it gives an alert: ``(0.8,
             0.95)`` or ``"80%,95%"``; none for no alert, ``"default"`` for those of
             ``budget_alert_at``.
@@ -155,6 +164,8 @@ class Ledger(Views):
             terms["limit"] = Share.parse(str(limit), f"the limit of {name!r}") if written else limit
         if parent is not KEEP:
             terms["parent"] = parent
+        if stripes is not KEEP:
+            terms["stripes"] = stripes
         if alert_at is not KEEP:
             terms["alert_at"] = parse_thresholds(alert_at, f"the thresholds of {name!r}")
         return self.store.run(_set, self.settings.root, name, terms, reopen)
@@ -359,6 +370,13 @@ class Ledger(Views):
         return shown.repair(self.store, self.settings)
 
 
+def _init(connection: Connection, distributed: bool) -> str:
+    version = migrate.upgrade(connection)
+    if distributed or spread.is_distributed(connection):
+        spread.distribute(connection)
+    return version
+
+
 def _from_the_start(message: WireMessage) -> WireMessage:
     """Return a message whose task has failed as that of a first attempt, that no chord hears of."""
     return with_header(with_header(message, "retries", 0), TOLD, 1)
@@ -383,6 +401,7 @@ def _apply(
     prune: bool,
     only_compare: bool = False,
 ) -> tuple[Change | LaneChange, ...]:
+    spread.check_one_root(connection, {*wanted, *lanes_wanted})
     both = {root: lanes_wanted.get(root, ()) for root in wanted} if prune else {}
     return (
         *declaring.apply(connection, wanted, prune, only_compare),

@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from celery import Task
+from celery.backends.base import DisabledBackend
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu import serialization
 from kombu.exceptions import EncodeError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
 __all__ = [
+    "is_needed",
     "name_of",
     "read_value",
     "text_of",
@@ -53,20 +56,31 @@ def undisturbed(function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
 
+def is_needed(task: Any, request: Any) -> bool:
+    """Tell whether anybody needs what a task returns, so that a replay would have to give it."""
+    follows = request.callbacks or request.chain or request.chord
+    return bool(follows) or _is_stored(task, request) or task.budget_reuses()
+
+
+def _is_stored(task: Any, request: Any) -> bool:
+    """Tell whether Celery stores what a task returns."""
+    if task.ignore_result or request.ignore_result is True:
+        return False
+    return not isinstance(Task.backend.fget(task), DisabledBackend)
+
+
 def written_value(budget: CeleryBudget, task: Any, request: Any, value: Any) -> str | None:
     """Return a return value as kept for a replay; none where nobody would need it.
 
     :raises EncodeError: where Celery could not store the result either.
     """
-    wanted = not task.ignore_result and request.ignore_result is not True
-    kept = wanted or task.budget_reuses()
-    if not kept and not (request.callbacks or request.chain or request.chord):
+    if not is_needed(task, request):
         return None
     serializer = budget.app.conf.result_serializer
     try:
         content_type, content_encoding, body = serialization.dumps(value, serializer=serializer)
     except EncodeError:
-        if wanted:
+        if _is_stored(task, request):
             raise
         return None
     return _capped(budget, task, dumps([content_type, content_encoding, body]))

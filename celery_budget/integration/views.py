@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -31,7 +34,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.reconcile.figures import GROUPINGS
 from celery_budget.reconcile.totals import LAST_US
 from celery_budget.settings import Settings
-from celery_budget.store import Store, budgets
+from celery_budget.store import ReadFrom, Replica, Store, budgets, read_from
 
 __all__ = ["Views"]
 
@@ -42,6 +45,10 @@ _MICROSECOND = timedelta(microseconds=1)
 VISIBILITY = 3600
 
 
+#: Whether this context reads from the ledger's own database, whatever budget_report_url says.
+_primary: ContextVar[bool] = ContextVar("budget_primary", default=False)
+
+
 class Views:
     """A ledger as it is looked at, found by its application's configuration when first needed."""
 
@@ -49,6 +56,9 @@ class Views:
         self.app = app
         self._lock = threading.Lock()
         self._store: Store | None = None
+        self._replica: Replica | None = None
+        #: Whether all is read from the ledger's own database, as in :meth:`primary`.
+        self.reads_primary = False
         self._settings: Settings | None = None
 
     @property
@@ -72,30 +82,74 @@ class Views:
         if self._store is None:
             with self._lock:
                 if self._store is None:
-                    self._store = Store(self.settings.database_url, self.settings.lock_seconds)
+                    settings = self.settings
+                    self._store = Store(
+                        settings.database_url, settings.lock_seconds, settings.answer_seconds
+                    )
         return self._store
+
+    @property
+    def reading(self) -> Store:
+        """What all is read from that is only shown: the replica of ``budget_report_url``.
+
+        The ledger's own database where there is none, and inside of :meth:`primary`.
+        """
+        if self.reads_primary or _primary.get():
+            return self.store
+        return self.replica or self.store
+
+    @property
+    def replica(self) -> Replica | None:
+        """The database of ``budget_report_url``; connects at first use."""
+        url = self.settings.report_url
+        if url and self._replica is None:
+            with self._lock:
+                if self._replica is None:
+                    settings = self.settings
+                    self._replica = Replica(url, settings.lock_seconds, settings.answer_seconds)
+        return self._replica
+
+    @contextmanager
+    def primary(self) -> Iterator[None]:
+        """Show in a block what the ledger's own database says, not a replica of it.
+
+        ``with budget.primary():`` for who has just changed something and looks at it, and while the
+        replica of ``budget_report_url`` is down.
+        """
+        token = _primary.set(True)
+        try:
+            yield
+        finally:
+            _primary.reset(token)
+
+    def read_from(self) -> ReadFrom:
+        """Return which server all is read from that is shown, and how far it is behind.
+
+        :raises ReplicaError: where the replica does not answer.
+        """
+        return read_from(self.reading)
 
     def balance(self, name: str) -> Balance:
         """Return ``limit``, ``reserved``, ``spent`` and ``available`` of the budget ``name``.
 
         :raises UnknownBudget: where there is none.
         """
-        return self.store.read(budgets.balance, self.settings.root, name)
+        return self.reading.read(budgets.balance, self.settings.root, name)
 
     def balances(self) -> list[Balance]:
         """Return the balances of all budgets, by name."""
-        return self.store.read(budgets.balances_of, self.settings.root)
+        return self.reading.read(budgets.balances_of, self.settings.root)
 
     def standing(self, name: str) -> shown.Standing | shown.Template:
         """Return how a budget or a template stands: terms, balance, all above, grants in force.
 
         :raises UnknownBudget: where there is none.
         """
-        return shown.standing(self.store, self.settings, name)
+        return shown.standing(self.reading, self.settings, name)
 
     def templates(self) -> list[shown.Template]:
         """Return all templates, by name."""
-        return shown.templates(self.store, self.settings)
+        return shown.templates(self.reading, self.settings)
 
     def grants(self, name: str, *, ended: bool = False) -> list[shown.Grant]:
         """Return the grants of the budget ``name`` that are in force, the last to end first.
@@ -103,7 +157,7 @@ class Views:
         :param ended: those as well that are over.
         :raises UnknownBudget: where there is no such budget.
         """
-        return shown.grants(self.store, self.settings, name, ended)
+        return shown.grants(self.reading, self.settings, name, ended)
 
     def journal(self, name: str, limit: int = 100) -> list[shown.Entry]:
         """Return the last ``limit`` changes of the balances of ``name``, the newest first.
@@ -112,7 +166,7 @@ class Views:
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of entries is an integer from 1 on, not {limit!r}")
-        return shown.journal(self.store, self.settings, name, limit)
+        return shown.journal(self.reading, self.settings, name, limit)
 
     def quarantine(self, limit: int = 100) -> list[shown.Quarantined]:
         """Return the last ``limit`` of what is in quarantine, the last first.
@@ -122,7 +176,7 @@ class Views:
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of messages is an integer from 1 on, not {limit!r}")
-        return shown.quarantined(self.store, self.settings, limit)
+        return shown.quarantined(self.reading, self.settings, limit)
 
     def quarantined(self, some_id: str) -> shown.Quarantined:
         """Return one that is in quarantine.
@@ -130,24 +184,24 @@ class Views:
         :param some_id: its id there, or that of its task.
         :raises NotQuarantined: where there is none.
         """
-        found = shown.find_quarantined(self.store, self.settings, some_id, arguments_of)
+        found = shown.find_quarantined(self.reading, self.settings, some_id, arguments_of)
         if found is None:
             raise NotQuarantined(some_id)
         return found
 
     def quarantine_is_full(self) -> bool:
         """Tell whether requests that fail for good are kept no more (``budget_max_quarantine``)."""
-        return shown.quarantine_is_full(self.store, self.settings)
+        return shown.quarantine_is_full(self.reading, self.settings)
 
     def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
         """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
-        return shown.parked(self.store, self.settings, limit)
+        return shown.parked(self.reading, self.settings, limit)
 
     def queued(self) -> tuple[shown.Queued, ...]:
         """Return for each budget that anything waits for how much, and for how long."""
-        return shown.queued(self.store, self.settings)
+        return shown.queued(self.reading, self.settings)
 
     def report(
         self,
@@ -177,11 +231,13 @@ class Views:
         since_us, since_ago = _instant("since", since)
         until_us, until_ago = _instant("until", until)
         asked = shown.Asked(since_us, until_us, budget, stage)
-        return shown.report(self.store, self.settings, asked, by, (since_ago, until_ago))
+        source = self.read_from()
+        made = shown.report(self.reading, self.settings, asked, by, (since_ago, until_ago))
+        return replace(made, read_from=source)
 
     def alerts(self) -> tuple[StandingAlert, ...]:
         """Return the alerts that stand, the newest first; the relay gives them."""
-        return alerting.standing(self.store, self.settings)
+        return alerting.standing(self.reading, self.settings)
 
     def suggest(
         self,
@@ -202,7 +258,7 @@ class Views:
         """
         share = checked_quantile(quantile)
         since_us, lasting_us = _instant("since", since)
-        return shown.suggest(self.store, self.settings, stage, share, since_us, lasting_us)
+        return shown.suggest(self.reading, self.settings, stage, share, since_us, lasting_us)
 
     def overview(
         self,
@@ -226,11 +282,13 @@ class Views:
         for what, number in (("the limit", limit), ("the size of a page", size), ("a page", asked)):
             if type(number) is not int or number < 1:
                 raise InvalidAmount(f"{what} is an integer from 1 on, not {number!r}")
-        return shown.overview(self.store, self.settings, containing, state, limit, page, size)
+        source = self.read_from()
+        seen = shown.overview(self.reading, self.settings, containing, state, limit, page, size)
+        return replace(seen, read_from=source)
 
     def relays(self) -> tuple[shown.RelaySeen, ...]:
         """Return the relays that run, and those that ended without a word in the last hour."""
-        return shown.relays(self.store, self.settings)
+        return shown.relays(self.reading, self.settings)
 
     def reconcile(
         self,
@@ -256,8 +314,9 @@ class Views:
             raise InvalidAmount(f"results= is an integer from 0 on, not {results!r}")
         queues = KombuQueues(self.app) if broker else None
         try:
-            return shown.reconcile(
-                self.store,
+            source = self.read_from()
+            found = shown.reconcile(
+                self.reading,
                 self.settings,
                 limit=limit,
                 queues=queues,
@@ -265,6 +324,7 @@ class Views:
                 results=results,
                 told=told,
             )
+            return replace(found, read_from=source)
         finally:
             if queues is not None:
                 queues.close()
@@ -300,7 +360,7 @@ class Views:
 
         def compare(lines: Iterable[str | bytes], name: str) -> shown.Comparison:
             return shown.compare_invoice(
-                self.store,
+                self.reading,
                 self.settings,
                 lines,
                 name=name,
@@ -328,7 +388,7 @@ class Views:
         That of a task, a request or a reservation; of a message of the outbox, of what is parked or
         in quarantine.
         """
-        return shown.explain(self.store, self.settings, some_id)
+        return shown.explain(self.reading, self.settings, some_id)
 
     def explain_budget(
         self, name: str, limit: int = 20, amount: int | None = None
@@ -343,7 +403,7 @@ class Views:
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(f"a number of holds is an integer from 1 on, not {limit!r}")
-        return shown.explain_budget(self.store, self.settings, name, limit, amount)
+        return shown.explain_budget(self.reading, self.settings, name, limit, amount)
 
 
 def _percent(value: float | Decimal | str) -> Decimal:

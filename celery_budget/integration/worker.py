@@ -16,6 +16,7 @@ from celery.worker import state
 from celery.worker.request import Request
 
 from celery_budget import settlement
+from celery_budget.closings import flush_all
 from celery_budget.errors import BudgetError, StoreError
 from celery_budget.events import Logger
 from celery_budget.integration import info  # noqa: F401 - registers what workers answer
@@ -330,3 +331,15 @@ def _close(task: Any) -> None:
     if attempt is not None and attempt.called and attempt.settled:
         attempt.settled = False
         attempt.close()
+
+
+@signals.worker_process_shutdown.connect
+@safe
+def _on_process_shutdown(**_: Any) -> None:
+    flush_all()
+
+
+@signals.worker_shutdown.connect
+@safe
+def _on_shutdown(**_: Any) -> None:
+    flush_all()

@@ -39,7 +39,7 @@ class Ledger(Protocol):
     @property
     def settings(self) -> Settings: ...
     @property
-    def store(self) -> Store: ...
+    def reading(self) -> Store: ...
 
 
 class BudgetCollector:
@@ -127,7 +127,7 @@ class BudgetCollector:
             settings = self._budget.settings
             self._keep_seconds = settings.metrics_seconds
             before = self._reading.sums if self._reading and begun < self._sums_until else None
-            reading = look(self._budget.store, settings, before)
+            reading = look(self._budget.reading, settings, before)
             added_up = 0.0 if reading.sums is before else reading.sums.seconds
         except Exception as error:  # noqa: BLE001 - whatever it is, the scrape is answered
             with self._lock:

@@ -12,7 +12,15 @@ from celery_budget.reconcile.reports import RelaySeen, relays_in
 from celery_budget.reconcile.terms import balance_as_dict, budget_as_dict
 from celery_budget.reconcile.waiting import ParkedRequest, Queued, parked_in, queued_in
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, budgets, quarantine, reports, windows
+from celery_budget.store import (
+    Connection,
+    ReadFrom,
+    Store,
+    budgets,
+    quarantine,
+    reports,
+    windows,
+)
 
 __all__ = ["BudgetSeen", "Overview", "overview"]
 
@@ -75,6 +83,7 @@ class Overview:
     :ivar quarantine_bound: how much may be there.
     :ivar open_work: requests that have not ended, by state, and what else has still to be done.
     :ivar overdue_seconds: for how long the oldest due message has been waiting for a relay.
+    :ivar read_from: which server it was read from, and how far that is behind.
     """
 
     at_us: int
@@ -90,6 +99,7 @@ class Overview:
     relays: tuple[RelaySeen, ...]
     open_work: dict[str, int]
     overdue_seconds: float
+    read_from: ReadFrom | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -103,6 +113,7 @@ class Overview:
             "quarantine_bound": self.quarantine_bound,
             "open_work": self.open_work,
             "overdue_seconds": self.overdue_seconds,
+            "read_from": None if self.read_from is None else self.read_from.as_dict(),
         }
 
 

@@ -24,7 +24,7 @@ from celery_budget.reconcile.totals import (
 )
 from celery_budget.reconcile.waiting import Queued, queued_in
 from celery_budget.settings import Settings
-from celery_budget.store import Connection, Store, budgets, figures, reports
+from celery_budget.store import Connection, ReadFrom, Store, budgets, figures, reports
 from celery_budget.store import quarantine as isolated
 from celery_budget.store import relays as relay_rows
 from celery_budget.store.figures import Asked
@@ -93,6 +93,7 @@ class Report:
     :ivar runs: of attempts, each by itself.
     :ivar groups: only with ``by``.
     :ivar days: the last days of the period, for plots.
+    :ivar read_from: which server it was read from, and how far that is behind.
     """
 
     balances: tuple[Balance, ...]
@@ -118,6 +119,7 @@ class Report:
     groups: tuple[Group, ...] = ()
     days: tuple[Day, ...] = ()
     at_us: int = 0
+    read_from: ReadFrom | None = None
 
     @property
     def quarantine_full(self) -> bool:
@@ -151,6 +153,7 @@ class Report:
             "days": [one.as_dict() for one in self.days],
             "open": self.open_work,
             "overdue_seconds": self.overdue_seconds,
+            "read_from": None if self.read_from is None else self.read_from.as_dict(),
         }
 
 

@@ -40,6 +40,7 @@ from celery_budget.render.plots import (
     waits_plot,
 )
 from celery_budget.render.reports import period
+from celery_budget.render.sources import replica_of
 from celery_budget.render.tables import still_open
 from celery_budget.render.text import number, printable
 
@@ -77,6 +78,7 @@ def report_html(report: Report) -> str:
         "report": report,
         "made": datetime.fromtimestamp(report.at_us / 1_000_000, timezone.utc),
         "period": period(report) or "All requests of the ledger",
+        "read_from": replica_of(report),
         "css": PLOT_CSS,
         "notices": notices(report),
         "tiles": _tiles(report),

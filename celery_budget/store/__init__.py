@@ -8,5 +8,6 @@ that at the edges. Locks are taken in one order everywhere: reservations by id, 
 from sqlalchemy.engine import Connection
 
 from celery_budget.store.engine import Stop, Store
+from celery_budget.store.replica import ReadFrom, Replica, read_from
 
-__all__ = ["Connection", "Stop", "Store"]
+__all__ = ["Connection", "ReadFrom", "Replica", "Stop", "Store", "read_from"]

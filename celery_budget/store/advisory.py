@@ -1,4 +1,7 @@
-"""Locks of names that are in no row yet, on PostgreSQL; SQLite has one writer anyway."""
+"""Locks of names that are in no row yet, on PostgreSQL; SQLite has one writer anyway.
+
+By stored functions, which a distributed ledger runs on the node of the root that they are given.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,7 @@ def lock(connection: Connection, root: str, kind: int, names: Collection[str]) -
     """Until commit, keep others from locking any of the same names of a kind; in one order."""
     if names and connection.dialect.name == "postgresql":
         connection.execute(
-            sa.text(
-                "SELECT pg_advisory_xact_lock(h) FROM (SELECT DISTINCT"
-                " hashtextextended(:root || chr(:kind) || k, 0) AS h"
-                " FROM unnest(CAST(:names AS text[])) AS k ORDER BY h) AS hashes"
-            ),
+            sa.text("SELECT budget_lock(:root, :kind, CAST(:names AS text[]))"),
             {"root": root, "kind": kind, "names": sorted(names)},
         )
 
@@ -33,10 +32,7 @@ def try_lock(connection: Connection, root: str, kind: int, name: str) -> bool:
         return True
     return bool(
         connection.execute(
-            sa.text(
-                "SELECT pg_try_advisory_xact_lock("
-                "hashtextextended(:root || chr(:kind) || :name, 0))"
-            ),
+            sa.text("SELECT budget_try_lock(:root, :kind, :name)"),
             {"root": root, "kind": kind, "name": name},
         ).scalar()
     )

@@ -21,6 +21,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.util import await_only
 
 from celery_budget.errors import EnlistError
+from celery_budget.store import clock
 
 __all__ = [
     "AUTOCOMMIT",
@@ -29,6 +30,7 @@ __all__ = [
     "Driver",
     "driver_beneath",
     "driver_of",
+    "is_lent",
     "lent",
     "loaded",
 ]
@@ -332,6 +334,8 @@ def loaded(module: str, name: str) -> Any:
 
 _lending: ContextVar[Any] = ContextVar("budget_lending")
 _engines: WeakKeyDictionary[Engine, Engine] = WeakKeyDictionary()
+#: Marks connections that are a caller's.
+_LENT = "budget_lent"
 
 
 @contextmanager
@@ -344,10 +348,17 @@ def lent(driver: Driver, own: Engine) -> Iterator[Connection]:
     """
     token = _lending.set(driver.lend())
     try:
-        with driver.as_ours(), _lent_engine(driver.engine or own).connect() as connection:
+        engine = _lent_engine(driver.engine or own)
+        clock.follow(engine, own)
+        with driver.as_ours(), engine.connect() as connection:
             yield connection
     finally:
         _lending.reset(token)
+
+
+def is_lent(connection: Connection) -> bool:
+    """Tell whether the transaction is a caller's, which may go on for long when we are through."""
+    return bool(connection.get_execution_options().get(_LENT))
 
 
 def _lending_now() -> Any:
@@ -359,6 +370,12 @@ def _lent_engine(base: Engine) -> Engine:
     engine = _engines.get(base)
     if engine is None:
         pool = sa.NullPool(_lending_now, dialect=base.dialect, reset_on_return=None)
-        engine = Engine(pool, base.dialect, base.url, hide_parameters=base.hide_parameters)
+        engine = Engine(
+            pool,
+            base.dialect,
+            base.url,
+            hide_parameters=base.hide_parameters,
+            execution_options={_LENT: True},
+        )
         _engines[base] = engine
     return engine

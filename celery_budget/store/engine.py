@@ -6,17 +6,20 @@ Everything else in this package takes a connection and neither opens, commits no
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection, Dialect, Engine
 from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_budget.core.backoff import backoff_seconds
@@ -28,6 +31,8 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.events import Logger
+from celery_budget.store import clock
+from celery_budget.store.prepared import Direct, is_direct
 from celery_budget.store.unready import Unready
 
 __all__ = ["PREPARATIONS", "Stop", "Store", "Writer", "enlisted", "state_of"]
@@ -100,6 +105,9 @@ class Store:
 
     :param url: SQLAlchemy URL, PostgreSQL through psycopg or SQLite in a file.
     :param lock_seconds: how long a statement waits for a lock; then it fails as retryable.
+    :param answer_seconds: how long one may be without an answer before PostgreSQL's server is
+        asked, by another connection, whether it still answers.
+    :param setting: which setting has the URL, for messages.
     :param pool: options of SQLAlchemy's for the pool of its connections.
     :raises ConfigurationError: for a URL of another database, or without its driver.
 
@@ -107,11 +115,20 @@ class Store:
     it inherited without closing them and opens its own.
     """
 
-    def __init__(self, url: str, lock_seconds: float = 5.0, **pool: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        lock_seconds: float = 5.0,
+        answer_seconds: float = 10.0,
+        *,
+        setting: str = "budget_database_url",
+        **pool: Any,
+    ) -> None:
         self._gate = threading.RLock()
         self._lock_ms = max(1, int(lock_seconds * 1000))
+        self._answer_seconds = answer_seconds
         self._url = url
-        self._engine = _create_engine(url, self._lock_ms, **pool)
+        self._engine = _create_engine(url, self._lock_ms, answer_seconds, setting, **pool)
         self._autocommit = (
             self._engine.execution_options(isolation_level="AUTOCOMMIT")
             if self.dialect == "postgresql"
@@ -138,14 +155,21 @@ class Store:
 
         For a thread whose work must not wait for what others do by the store's connections.
         """
-        return Store(self._url, self._lock_ms / 1000, pool_size=1, max_overflow=0)
+        return Store(
+            self._url, self._lock_ms / 1000, self._answer_seconds, pool_size=1, max_overflow=0
+        )
 
     @property
     def place(self) -> str:
         """Which database it is, whoever connects to it, and however."""
         url = self._engine.url
-        host = url.host or url.query.get("host", "")
-        port = url.port or url.query.get("port", "")
+        host, port = (
+            ",".join(sorted(said)) if isinstance(said, tuple) else said
+            for said in (
+                url.host or url.query.get("host", ""),
+                url.port or url.query.get("port", ""),
+            )
+        )
         return f"{url.get_backend_name()}://{host}:{port}/{url.database}"
 
     @property
@@ -183,19 +207,23 @@ class Store:
         with self.translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
 
-    @contextmanager
-    def statement(self) -> Iterator[Connection]:
+    def statement(self) -> AbstractContextManager[Connection]:
         """Open a connection on which each statement is its own transaction.
 
         On SQLite, where nothing is saved by that, it is one transaction; so it is on a server
-        whose isolation level, unless told otherwise, is not read committed.
+        whose isolation level, unless told otherwise, is not read committed. What is prepared
+        (:class:`~celery_budget.store.prepared.Statement`) is sent past SQLAlchemy.
         """
         if self.dialect == "sqlite" or not self._reads_committed():
-            with self.transaction() as connection:
-                yield connection
-        else:
-            with self.translated(), self._autocommit.connect() as connection:
-                yield connection
+            return self.transaction()
+        if is_direct(self._engine):
+            return _Statement(self, self._autocommit)
+        return self._in_autocommit()
+
+    @contextmanager
+    def _in_autocommit(self) -> Iterator[Connection]:
+        with self.translated(), self._autocommit.connect() as connection:
+            yield connection
 
     @contextmanager
     def apart(self, url: str = "") -> Iterator[Connection]:
@@ -210,6 +238,7 @@ class Store:
         engine = _create_engine(
             url or self._url,
             self._lock_ms,
+            self._answer_seconds,
             "budget_listen_url" if url else "budget_database_url",
             poolclass=sa.NullPool,
             isolation_level="AUTOCOMMIT",
@@ -291,6 +320,18 @@ class Store:
         """
         return self._retry(
             self.transaction, None, stop or threading.Event(), function, *args, **kwargs
+        )
+
+    def wait_out_statement(
+        self,
+        stop: Stop | None,
+        function: Callable[Concatenate[Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """As :meth:`wait_out`, for a function that executes one statement, as run_statement."""
+        return self._retry(
+            self.statement, None, stop or threading.Event(), function, *args, **kwargs
         )
 
     def wait_out_reading(
@@ -450,15 +491,47 @@ class Store:
             raise StoreError(f"the ledger's database {url} failed: {error}") from error
 
 
+class _Statement:
+    """A connection past SQLAlchemy, whose errors are raised as ours; quicker than a generator."""
+
+    def __init__(self, store: Store, engine: Engine) -> None:
+        self._store = store
+        self._engine = engine
+
+    def __enter__(self) -> Connection:
+        try:
+            self._connection = Direct(self._engine)
+        except Exception:
+            with self._store.translated():
+                raise
+        return self._connection
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._connection.close()
+            return
+        with self._store.translated(), self._connection:
+            raise error
+
+
 def _shown(engine: Engine) -> str:
     return engine.url.render_as_string(hide_password=True)
 
 
 def _create_engine(
-    url: str, lock_ms: int, setting: str = "budget_database_url", **options: Any
+    url: str,
+    lock_ms: int,
+    answer_seconds: float,
+    setting: str = "budget_database_url",
+    **options: Any,
 ) -> Engine:
     try:
-        parsed = sa.make_url(url)
+        parsed = sa.make_url(_with_hosts(url))
         if parsed.get_backend_name() not in ("postgresql", "sqlite"):
             raise ConfigurationError(
                 f"{setting} is for {parsed.get_backend_name()}; "
@@ -490,7 +563,52 @@ def _create_engine(
         raise ConfigurationError(f"{setting} cannot be used: {error}") from error
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
+        return engine
+    clock.watch(engine)
+    _leave_what_cannot_be_written(engine.dialect)
+    if engine.dialect.driver == "psycopg":
+        # It is an extra.
+        from celery_budget.store import hanging
+
+        hanging.watch(engine, answer_seconds)
     return engine
+
+
+#: ``//user@one:1,two:2/name``, as libpq has it.
+_HOSTS = re.compile(
+    r"(?P<scheme>postgresql[^:]*://(?:[^/?@]*@)?)(?P<hosts>[^/?@]*,[^/?@]*)(?P<rest>.*)"
+)
+
+
+def _with_hosts(url: str) -> str:
+    """Return a URL that names several hosts as libpq does in the form that SQLAlchemy has."""
+    found = _HOSTS.fullmatch(url)
+    if found is None:
+        return url
+    name, _, query = found["rest"].partition("?")
+    hosts = [f"host={quote(host)}" for host in found["hosts"].split(",")]
+    return f"{found['scheme']}{name or '/'}?{'&'.join([*hosts, *([query] if query else [])])}"
+
+
+#: What a server says that is no primary, or not any more, or that goes down or is not up yet. A
+#: connection that has been used to read asks for a transaction that writes, which a standby does
+#: not have: 0A000, as for a plan that a migration has made void.
+_LEFT = ("0A000", "25006", "57P01", "57P02", "57P03")
+
+
+def _leave_what_cannot_be_written(dialect: Dialect) -> None:
+    """Have the connections of a server that cannot be written to left for new ones.
+
+    Which server those reach is for the URL to say, or a proxy.
+    """
+    is_lost = dialect.is_disconnect
+
+    def is_disconnect(error: Any, connection: Any, cursor: Any) -> bool:
+        state = _state(error) or ""
+        return is_lost(error, connection, cursor) or state in _LEFT or state.startswith("08")
+
+    # Asked wherever an error of the driver is met.
+    vars(dialect)["is_disconnect"] = is_disconnect
 
 
 #: How long psycopg waits for a server that does not answer, in seconds and milliseconds: without
@@ -566,6 +684,9 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
     """Return the error a caller sees for what the driver raised."""
     said = str(error.orig).strip().splitlines()
     message = said[0] if said else type(error.orig).__name__
+    # Of several hosts psycopg says first what was wrong with the last.
+    hosts = [line.removeprefix("- ") for line in said if line.startswith("- host: ")]
+    message = "; ".join(hosts) or message
     state = state_of(error)
     # 42P01 undefined_table, 42883 undefined_function, 42703 undefined_column
     absent = ("no such table", "no such column", "has no column named")
@@ -582,11 +703,15 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
 
 def state_of(error: exc.DBAPIError) -> str | None:
     """Return PostgreSQL's code of an error, from any of its drivers; none of SQLite's."""
-    said = next(iter(getattr(error.orig, "args", ())), None)
+    return _state(error.orig)
+
+
+def _state(error: object) -> str | None:
+    said = next(iter(getattr(error, "args", ())), None)
     # psycopg and asyncpg, psycopg2, pg8000.
     states = (
-        getattr(error.orig, "sqlstate", None),
-        getattr(error.orig, "pgcode", None),
+        getattr(error, "sqlstate", None),
+        getattr(error, "pgcode", None),
         said.get("C") if isinstance(said, dict) else None,
     )
     return next((str(state) for state in states if state), None)

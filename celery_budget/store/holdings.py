@@ -119,22 +119,31 @@ def what_follows(connection: Connection, root: str, ids: Sequence[uuid.UUID]) ->
 
 def windows(connection: Connection, root: str, budget: str) -> Rows:
     """Return the windows of a budget that are open, or have ended and are held from, in order."""
+    held = balances.alias("held")
+    opened = sa.and_(held.c.window_us <= instant(), held.c.end_us > instant())
     is_open = sa.and_(balances.c.window_us <= instant(), balances.c.end_us > instant())
     return list(
         connection.execute(
             sa.select(
                 balances.c.window_us,
                 balances.c.end_us,
-                balances.c.reserved,
-                balances.c.spent,
+                sa.cast(sa.func.sum(balances.c.reserved), sa.BigInteger).label("reserved"),
+                sa.cast(sa.func.sum(balances.c.spent), sa.BigInteger).label("spent"),
                 is_open.label("is_open"),
             )
             .where(
                 balances.c.root == root,
                 balances.c.budget == budget,
-                sa.or_(balances.c.reserved > 0, is_open),
+                balances.c.window_us.in_(
+                    sa.select(held.c.window_us).where(
+                        held.c.root == root,
+                        held.c.budget == budget,
+                        sa.or_(held.c.reserved > 0, opened),
+                    )
+                ),
             )
-            .order_by(balances.c.window_us, balances.c.stripe)
+            .group_by(balances.c.window_us, balances.c.end_us)
+            .order_by(balances.c.window_us)
         )
     )
 

@@ -69,8 +69,9 @@ def level(row: sa.Row[Any]) -> Level:
         row.hard_stop,
         row.state,
         row.window_us,
-        row.reserved or 0,
-        row.spent or 0,
+        int(row.reserved or 0),
+        int(row.spent or 0),
+        row.spread if row.share is not None else 0,
     )
 
 
@@ -115,9 +116,26 @@ def select_levels(root: str, windows: dict[str, int]) -> sa.Select[Any]:
             granted.label("granted"),
             balances.c.window_us,
             balances.c.end_us,
-            balances.c.reserved,
-            balances.c.spent,
+            _of_all(balances.c.reserved).label("reserved"),
+            _of_all(balances.c.spent).label("spent"),
+            balances.c.share,
         )
         .outerjoin(balances, current)
         .where(budgets.c.root == root)
     )
+
+
+def _of_all(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    """Return a counter of a window: of all of its rows, where it has several."""
+    row = balances.alias("row")
+    every = (
+        sa.select(sa.func.sum(row.c[column.name]))
+        .where(
+            row.c.root == balances.c.root,
+            row.c.budget == balances.c.budget,
+            row.c.window_us == balances.c.window_us,
+        )
+        .correlate(balances)
+        .scalar_subquery()
+    )
+    return sa.case((balances.c.share.is_(None), column), else_=every)

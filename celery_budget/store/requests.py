@@ -6,7 +6,6 @@ a batch of one, under its one write lock.
 
 from __future__ import annotations
 
-import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.backpressure import OUTBOX_SECONDS, Pace, spread
@@ -39,7 +38,19 @@ from celery_budget.store.batch import (
 )
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
+from celery_budget.store.prepared import (
+    BIGINT,
+    BIGINTS,
+    BOOLEAN,
+    BYTES,
+    INTEGER,
+    TEXT,
+    TEXTS,
+    UUID_,
+    Statement,
+)
 from celery_budget.store.schema import now_us, reservations
+from celery_budget.store.standbys import REPLICATED
 
 __all__ = ["error_of", "note_given_up", "reserve", "try_reserve"]
 
@@ -145,8 +156,8 @@ def error_of(outcome: Tried) -> BudgetError:
     raise AssertionError("what is left out is left out for another one that was turned away")
 
 
-_RESERVE = sa.text(
-    "SELECT r.*, p.left_us, p.freed, p.span_us"
+_RESERVE = Statement(
+    "SELECT r.*"  # noqa: S608 - of constants
     " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
@@ -158,8 +169,67 @@ _RESERVE = sa.text(
     " CAST(:within_us AS bigint),"
     " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
     " :note, :who, :lock_ms) AS r"
-    # Of what is admitted there is no budget, and nothing is looked at.
-    " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true"
+    # What was there writes nothing, and is told as what is admitted is.
+    f" WHERE CASE WHEN r.outcome IN ('existing', 'parked') THEN {REPLICATED} ELSE true END",
+    given={
+        "root": TEXT,
+        "reservation_id": UUID_,
+        "owner": TEXT,
+        "request_id": TEXT,
+        "nesting": INTEGER,
+        "task_id": TEXT,
+        "task_name": TEXT,
+        "stage": TEXT,
+        "fingerprint": TEXT,
+        "opaque": BOOLEAN,
+        "estimator": TEXT,
+        "estimator_version": TEXT,
+        "prices": TEXT,
+        "parent_id": UUID_,
+        "retries": INTEGER,
+        "unreserved": BOOLEAN,
+        "finishing": BOOLEAN,
+        "budgets": TEXTS,
+        "amounts": BIGINTS,
+        "charges": TEXTS,
+        "outbox_id": UUID_,
+        "state": TEXT,
+        "again_us": BIGINT,
+        "due_us": BIGINT,
+        "expires_us": BIGINT,
+        "queue": TEXT,
+        "body": BYTES,
+        "envelope": TEXT,
+        "rank": INTEGER,
+        "order_key": TEXT,
+        "broker": TEXT,
+        "deadline_us": BIGINT,
+        "within_us": BIGINT,
+        "shadows": TEXT,
+        "tenant": TEXT,
+        "weight": BIGINT,
+        "bound": BIGINT,
+        "queues": BOOLEAN,
+        "note": BOOLEAN,
+        "who": TEXT,
+        "lock_ms": TEXT,
+    },
+    found={
+        "outcome": TEXT,
+        "reservation_id": UUID_,
+        "task_id": TEXT,
+        "fingerprint": TEXT,
+        "budget": TEXT,
+        "unit": TEXT,
+        "requested": BIGINT,
+        "limit_amount": BIGINT,
+        "reserved": BIGINT,
+        "spent": BIGINT,
+        "most": BIGINT,
+        "left_us": BIGINT,
+        "freed": BIGINT,
+        "span_us": BIGINT,
+    },
 )
 
 
@@ -177,8 +247,8 @@ def _reserve_postgresql(
     for unsaid in ("charges_start", "plan_id", "step"):
         del columns[unsaid]
     names = [line.budget for line in request.lines]
-    row = connection.execute(
-        _RESERVE,
+    row = _RESERVE.one(
+        connection,
         {
             **columns,
             "within_us": request.within_us,
@@ -205,7 +275,7 @@ def _reserve_postgresql(
             "who": who(),
             "lock_ms": str(lock_ms),
         },
-    ).one()
+    )
     if row.outcome == "unknown":
         unknown = first_unknown(connection, request.root, names)
         if unknown is not None:

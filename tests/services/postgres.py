@@ -12,13 +12,15 @@ import pwd
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import psutil
 import psycopg
 from psycopg import sql
 
@@ -195,12 +197,129 @@ class PostgresServer(_Databases, Service):
         # Where the port was taken, somebody else's server answers.
         return row is not None and Path(row[0]) == self.data
 
+    def shut_down_immediately(self) -> None:
+        """Have the server cut all sessions and end at once, without a checkpoint."""
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGQUIT)
+        process.wait(timeout=20)
+        self.kill()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Have all its processes stand still, as where its disk hangs; the kernel still answers."""
+        postmaster = psutil.Process(self.pid)
+        # It first: it would fork meanwhile.
+        postmaster.suspend()
+        family = [postmaster, *postmaster.children(recursive=True)]
+        for one in family:
+            one.suspend()
+        try:
+            yield
+        finally:
+            for one in family:
+                with suppress(psutil.NoSuchProcess):
+                    one.resume()
+
+    def until(self, question: str, timeout_seconds: float = 30.0) -> None:
+        """Ask this query until its one answer is true."""
+        self._await(sql.SQL(question), timeout_seconds, f"says no to {question!r}")
+
+    def _await(self, question: sql.Composable, timeout_seconds: float, failure: str) -> None:
+        """Ask until the answer is true."""
+        deadline = time.monotonic() + timeout_seconds
+        with psycopg.connect(plain_url(self.url), autocommit=True) as connection:
+            while True:
+                row = connection.execute(sql.Composed([question])).fetchone()
+                if row is not None and row[0]:
+                    return
+                if time.monotonic() > deadline:
+                    raise StartFailed(f"{self.name} {failure} in {timeout_seconds:g} s")
+                time.sleep(0.01)
+
     def _crashed(self) -> None:
         """Free the small System V segment that a killed server leaves behind."""
         with suppress(OSError, IndexError, ValueError):
             lines = (self.data / "postmaster.pid").read_text().splitlines()
             segment = int(lines[6].split()[1])
             ctypes.CDLL(None).shmctl(segment, IPC_RMID, None)
+
+
+class PostgresReplica(PostgresServer):
+    """A hot standby of another server here, by streaming; `url_of` says where a database is on it.
+
+    Killed, restarted and stopped by itself; while it is down the primary keeps what it lacks. At
+    the primary it is known as `standby`, by which `synchronous_standby_names` may name it.
+    """
+
+    name = "PostgreSQL"
+
+    def __init__(
+        self,
+        primary: PostgresServer,
+        *,
+        settings: Mapping[str, str] | None = None,
+        standby: str = "budget_replica",
+    ) -> None:
+        super().__init__(settings={"hot_standby": "on", **(settings or {})})
+        self.primary = primary
+        self.standby = standby
+
+    def _prepare(self) -> None:
+        self._user = unprivileged("postgres")
+        give_to(self._user, self.folder)
+        self._programs = self._find_programs()
+        source = f"host={LOOPBACK} port={self.primary.port} user={SUPERUSER}"
+        self._run_to_end(
+            [
+                self._programs / "pg_basebackup",
+                *("-D", self.data, "-d", f"{source} application_name={self.standby}"),
+                *("--wal-method=stream", "--checkpoint=fast", "--write-recovery-conf"),
+                *("--create-slot", f"--slot={self.standby}", "--no-sync"),
+            ],
+            user=self._user,
+            env=self._environment(),
+        )
+        self.data.chmod(0o700)
+
+    def url_of(self, url: str) -> str:
+        """Where a database of the primary, given by its URL there, is on this server."""
+        place = urlsplit(url)
+        host = place.netloc.rpartition(":")[0]
+        return place._replace(netloc=f"{host}:{self.port}").geturl()
+
+    def catch_up(self) -> None:
+        """Wait until all that the primary has committed so far can be read here."""
+        self._await_log("replay")
+
+    def received(self) -> None:
+        """Wait until all that the primary has committed so far has come here."""
+        self._await_log("receive")
+
+    def _await_log(self, what: str) -> None:
+        with psycopg.connect(plain_url(self.primary.url), autocommit=True) as connection:
+            row = connection.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
+        assert row is not None
+        question = sql.SQL("SELECT {}() >= {}::pg_lsn").format(
+            sql.Identifier(f"pg_last_wal_{what}_lsn"), sql.Literal(row[0])
+        )
+        self._await(question, 30.0, "did not catch up with its primary")
+
+    def pause(self) -> None:
+        """Have what the primary commits from now on not be seen here until `resume`."""
+        self.execute(sql.SQL("SELECT pg_wal_replay_pause()"))
+        self._await(
+            sql.SQL("SELECT pg_get_wal_replay_pause_state() = 'paused'"), 30.0, "did not pause"
+        )
+
+    def resume(self) -> None:
+        """Take in what came since `pause`, and go on."""
+        self.execute(sql.SQL("SELECT pg_wal_replay_resume()"))
+
+    def promote(self, timeout_seconds: float = 30.0) -> None:
+        """Make it a primary; returns when it can be written to."""
+        self.execute(sql.SQL("SELECT pg_promote(false)"))
+        self._await(sql.SQL("SELECT NOT pg_is_in_recovery()"), timeout_seconds, "did not promote")
 
 
 class ExternalPostgres(_Databases):

@@ -20,7 +20,7 @@ from redis import Redis
 
 from tests.services.base import NotOwned, Service, free_port
 from tests.services.pgbouncer import PgBouncer
-from tests.services.postgres import PostgresServer, plain_url
+from tests.services.postgres import PostgresReplica, PostgresServer, plain_url
 from tests.services.rabbitmq import RabbitServer, connect
 from tests.services.redis import ExternalRedis, RedisServer
 
@@ -106,6 +106,34 @@ def test_postgres_copies_a_template_and_drops_under_a_session(
         postgres_server.drop_database(copy)
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(plain_url(copy))
+
+
+@pytest.mark.postgres
+@pytest.mark.fault
+def test_a_replica_follows_returns_and_is_promoted(own_postgres: PostgresServer) -> None:
+    url = own_postgres.create_database()
+    with PostgresReplica(own_postgres) as replica, psycopg.connect(plain_url(url)) as primary:
+        copy = plain_url(replica.url_of(url))
+        primary.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+        primary.commit()
+        replica.catch_up()
+        replica.pause()
+        primary.execute("INSERT INTO kept VALUES (43)")
+        primary.commit()
+        with psycopg.connect(copy) as session:
+            assert session.execute("SELECT answer FROM kept").fetchall() == [(42,)]
+            with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+                session.execute("INSERT INTO kept VALUES (44)")
+        replica.resume()
+        crash_and_return(replica)
+        replica.catch_up()
+        own_postgres.kill()
+        replica.promote()
+        with psycopg.connect(copy) as session:
+            session.execute("INSERT INTO kept VALUES (45)")
+            rows = session.execute("SELECT answer FROM kept ORDER BY 1").fetchall()
+        assert rows == [(42,), (43,), (45,)]
+        stop_leaves_nothing(replica)
 
 
 @pytest.mark.rabbitmq

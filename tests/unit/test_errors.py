@@ -49,6 +49,10 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         ["12 tokens", "'tenant:acme'", "10 were", "usage.extend"],
     ),
     "UnknownPrice": (("m-1", "p"), ["'m-1'", "'p'", "provider=", "budget_prices"]),
+    "ReplicaError": (
+        ("postgresql://r/b", "refused"),
+        ["postgresql://r/b of budget_report_url: refused", "budget --primary", "budget.primary()"],
+    ),
     "RequestConflict": (("order-1", "b", "t-1"), ["'order-1'", "'b'", "t-1"]),
     "NotParked": (("6f0c",), ["'6f0c'", "budget parked list", "budget explain 6f0c"]),
     "NotQuarantined": (("6f0c",), ["'6f0c'", "budget quarantine list"]),

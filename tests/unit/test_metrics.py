@@ -41,7 +41,7 @@ class Ledger:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings = Settings("sqlite://", metrics_seconds=1e-9)
-        self.store = SimpleNamespace()
+        self.reading = SimpleNamespace()
         self.next: Reading | Exception = reading()
         self.on_look: Callable[[], object] = lambda: None
         self.looks = 0
@@ -301,7 +301,7 @@ def test_a_ledger_that_is_down_is_told_and_no_scrape_fails(ledger: Ledger) -> No
 
 def test_settings_that_cannot_be_read_fail_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
-        store = None
+        reading = None
 
         @property
         def settings(self) -> Any:

@@ -13,6 +13,7 @@ from celery_budget.core.checkup import (
     BrokerSeen,
     Facts,
     RelayHost,
+    ReplicaSeen,
     StoreSeen,
     TaskSeen,
     WorkerSeen,
@@ -31,6 +32,7 @@ STORE = StoreSeen(
     },
     version=140_005,
     max_connections=100,
+    standbys=(1, 1),
     clock_seconds=0.2,
     round_trip_seconds=0.01,
     mark="m",
@@ -83,6 +85,7 @@ CLEAN = Facts(
     workers=(WORKER,),
     backend="RedisBackend",
     result_expires=86_400.0,
+    replica=ReplicaSeen("postgresql://r/b", mark="m"),
 )
 
 
@@ -100,6 +103,10 @@ def task(**changes: Any) -> Facts:
 
 def store(**changes: Any) -> Facts:
     return replace(CLEAN, store=replace(STORE, **changes))
+
+
+def replica(**changes: Any) -> Facts:
+    return replace(CLEAN, replica=ReplicaSeen("postgresql://r/b", **{"mark": "m", **changes}))
 
 
 def sqlite(**changes: Any) -> Facts:
@@ -181,6 +188,13 @@ WRONG: list[tuple[str, str, str, Facts]] = [
         replace(sqlite(), workers=(replace(WORKER, host="there", mark="n"),)),
     ),
     ("durability", "error", "fsync is off", store(settings={"fsync": "off"})),
+    ("standbys", "warning", "2 standbys, and no commit waits", store(standbys=(2, 0))),
+    (
+        "standbys",
+        "warning",
+        "1 standby, and synchronous_commit is local",
+        store(standbys=(1, 1), settings={"synchronous_commit": "local"}),
+    ),
     ("server-version", "error", "PostgreSQL 13", store(version=130_011)),
     (
         "statement-timeout",
@@ -194,6 +208,13 @@ WRONG: list[tuple[str, str, str, Facts]] = [
     ("relay", "warning", "no relay was seen", store(relays=(RelayHost("here", 7, 15.1),))),
     ("relay", "error", "due for 20 s", store(relays=(), overdue_seconds=20.0)),
     ("relay", "warning", "a relay runs, and", store(overdue_seconds=61.0)),
+    ("replica", "error", "is down", replica(error="is down")),
+    ("replica-ledger", "error", "the first budget in postgresql://r/b", replica(mark="n")),
+    ("replica-ledger", "error", "the first budget in postgresql://r/b", replica(mark=None)),
+    ("replica-read-only", "warning", "r/b is not in recovery", replica(follows=False)),
+    ("replica-read-only", "warning", "r/b can be written", replica(writable=True)),
+    ("replica-lag", "warning", "r/b is 10.0 s behind", replica(behind_seconds=10.0)),
+    ("replica-lag", "warning", "does not tell", replica(behind_seconds=None)),
     ("workers", "warning", "no worker answered", replace(CLEAN, workers=())),
     (
         "workers",
@@ -273,13 +294,14 @@ def test_every_rule_is_triggered_by_some_test() -> None:
             store(error="refused"),
             {
                 "migrations", "read-only", "disk", "sqlite-network", "sqlite-hosts", "durability",
-                "server-version", "statement-timeout", "clock", "time-zones", "relay",
+                "standbys", "server-version", "statement-timeout", "clock", "time-zones", "relay",
             },
         ),
+        (store(standbys=None), {"standbys"}),
         (store(schema_error="version 0006"), {"read-only", "time-zones", "relay"}),
         (broker(error=None), {"broker"}),
     ],
-    ids=["workers", "ledger", "tables", "broker"],
+    ids=["workers", "ledger", "standbys", "tables", "broker"],
 )  # fmt: skip
 def test_what_cannot_be_seen_is_skipped_with_the_reason(facts: Facts, skipped: set[str]) -> None:
     found = judge(facts)

@@ -13,6 +13,7 @@ from celery_budget.settings import PREFIX, Settings
 
 URL = "sqlite:////tmp/budget.db"
 LISTEN = "postgresql+psycopg://budget@direct/budget"
+REPLICA = "postgresql+psycopg://b:secret@replica/ledger"
 
 
 def read(**values: Any) -> Settings:
@@ -41,7 +42,7 @@ def test_every_setting_can_be_set_and_none_is_read_beside_them() -> None:
         "Mapping[str, Mapping[str, Decimal]]": {"m-1": {"input_mtok": Decimal("0.15")}},
     }  # fmt: skip
     wanted: dict[str, Any] = {field.name: values[str(field.type)] for field in fields(Settings)}
-    wanted |= {"database_url": URL, "listen_url": LISTEN}
+    wanted |= {"database_url": LISTEN, "listen_url": LISTEN, "report_url": REPLICA}
     settings = read(**wanted)
     assert {field.name: getattr(settings, field.name) for field in fields(Settings)} == wanted
     asked: list[str] = []
@@ -100,6 +101,8 @@ BAD: list[Any] = [
     ("database_url", "", "give text"),
     ("listen_url", "direct", "postgresql+psycopg://"),
     ("listen_url", URL, "the ledger's PostgreSQL"),
+    ("report_url", "replica", "postgresql+psycopg://"),
+    ("report_url", REPLICA, "a replica of the ledger's PostgreSQL"),  # of a ledger in SQLite
     ("root", "", "give text"),
     ("root", "a\nb", "control characters"),
     ("money_unit", "a\nb", "control characters"),

@@ -4,7 +4,17 @@ A rule returns what it sees that is wrong, nothing where all is right, or :class
 reason where it could not look. The order of the rules is that of the modules here.
 """
 
-from celery_budget.core.rules import brokers, tasks, ledger, workers  # isort: skip
+from celery_budget.core.rules import brokers, tasks, ledger, replicas, workers  # isort: skip
 from celery_budget.core.rules.rule import RULES, Rule, Skipped, judge
 
-__all__ = ["RULES", "Rule", "Skipped", "brokers", "judge", "ledger", "tasks", "workers"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "Skipped",
+    "brokers",
+    "judge",
+    "ledger",
+    "replicas",
+    "tasks",
+    "workers",
+]
