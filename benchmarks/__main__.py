@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import (
     backlogs,
     caller,
+    growth,
     history,
     hot,
     relaying,
@@ -48,6 +49,7 @@ LONG = {
     "relay-long": relaying.run_long,
     "report": reporting.run,
     "history": history.run,
+    "growth": growth.run,
 }
 BENCHMARKS = {**SHORT, **LONG}
 #: Every figure of the last run, with what it was to be.
