@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, history, relaying, reporting, starting, working
+from benchmarks import caller, history, hot, relaying, reporting, starting, waking, working
 from benchmarks.measure import Comparison, Effort
 from benchmarks.peers import comparing
 from benchmarks.servers import Servers
@@ -22,11 +22,13 @@ from tests.services.base import ServiceUnavailable
 #: What ``make bench`` runs.
 SHORT = {
     "caller": caller.run,
+    "hot": hot.run,
     "latency": starting.run,
     "peers-call": comparing.calls,
     "peers-hold": comparing.holds,
     "peers-relay": comparing.relays,
     "relay": relaying.run,
+    "wakeup": waking.run,
     "worker": working.run,
 }
 #: What ``make bench-long`` runs: histories and backlogs.

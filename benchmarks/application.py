@@ -43,9 +43,10 @@ def make_app(**conf: Any) -> Celery:
         leave_mark()
 
     def leave_mark() -> None:
-        """Tell when the worker began with the task, before the ledger was asked for it."""
+        """Tell when the worker began with the task, before the ledger was asked, and when we do."""
+        entered = time.monotonic()
         with Redis.from_url(app.conf.broker_url) as client:
-            client.rpush(MARKS, begun[0])
+            client.rpush(MARKS, f"{begun[0]} {entered}")
 
     begun = [0.0]
 

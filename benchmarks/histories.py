@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from celery_budget.store import Store, tallies
+from celery_budget.store import Store, tallies, windows
 from tests.services.postgres import PostgresServer
 
 __all__ = ["History", "fill", "filling", "tenant"]
@@ -32,6 +32,7 @@ QUICK = {
     "max_wal_size": "8GB",
     "maintenance_work_mem": "512MB",
     "autovacuum": "off",
+    "max_parallel_maintenance_workers": "0",
 }
 
 
@@ -43,8 +44,8 @@ class History:
     :ivar tenants: of how many budgets, in turns.
     :ivar above: a budget above all of them, that each request draws on as well; empty for none.
     :ivar whole: with usage records and the journal's entries.
-    :ivar tallied: all are tallied by the sweep's own step; otherwise :data:`ROLLED` of them are, and
-        the rest is said to be: there are as many tallies, and their sums are too low.
+    :ivar tallied: all are tallied by the sweep's own step; otherwise :data:`ROLLED` of them are,
+        and the rest is said to be: there are as many tallies, and their sums are too low.
     """
 
     requests: int
@@ -82,6 +83,7 @@ def fill(store: Store, root: str, history: History) -> None:
     journal adds up to it.
     """
     given = {"root": root, **asdict(history)}
+    given["until_us"] = store.run(windows.read_now) - 120_000_000
     given["rolled"] = max(1, history.requests // (history.requests if history.tallied else ROLLED))
     written = [_RESERVATIONS, _ATTEMPTS, _LINES]
     if history.whole:
@@ -133,17 +135,19 @@ _INDEXES = """
      ORDER BY i.indexrelid
 """
 
-#: Each request: its number, when it was admitted, its id, and a number at random below 256.
+#: Each request: its number, when it was admitted, its id, and a number at random below 256. What is
+#: used more than once is evaluated once (OFFSET 0).
 _EACH = """
-      FROM (SELECT CAST(extract(epoch FROM now()) AS bigint) * 1000000 - 120000000 AS end_us) AS e,
-           generate_series(1, :requests) AS n,
+      FROM generate_series(1, :requests) AS n,
            LATERAL (SELECT md5(CAST(n AS text)) AS hash,
-                           end_us - (CAST(:requests AS bigint) - n)
-                             * (CAST(:days AS bigint) * 86400000000 / :requests) AS at_us) AS h,
+                           CAST(:until_us AS bigint) - (CAST(:requests AS bigint) - n)
+                             * (CAST(:days AS bigint) * 86400000000 / :requests) AS at_us
+                    OFFSET 0) AS h,
            LATERAL (SELECT CAST(lpad(to_hex(at_us / 1000), 12, '0') || '7' || substr(hash, 1, 3)
                                 || '8' || substr(hash, 4, 15) AS uuid) AS id,
                            CAST(CAST('x' || substr(hash, 19, 2) AS bit(8)) AS integer) AS dice,
-                           'tenant:' || n % :tenants AS owner) AS i,
+                           'tenant:' || n % :tenants AS owner
+                    OFFSET 0) AS i,
            LATERAL (SELECT CASE WHEN dice < 5 THEN 'released' WHEN dice < 10 THEN 'lost'
                                 ELSE 'settled' END AS state,
                            CAST(1000 * exp(dice / 40.0) AS bigint) AS waited,

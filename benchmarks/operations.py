@@ -230,14 +230,14 @@ _FORGET = (
 
 #: What is measured, by the name of a block.
 OPERATIONS = {
-    "admit": "an admission of one budget",
-    "group": f"a group of {GROUP:,} admitted at once",
-    "hot": f"an admission of one hot budget, {CLIENTS} clients",
-    "relay": "a message taken and marked by the relay",
-    "claim": "a claim",
-    "end": "a settlement and close",
-    "sweep": "a pass of the sweep",
-    "wake": "from a call to a relay that slept and has published",
+    "admit": "admit one",
+    "group": f"admit {GROUP:,} at once",
+    "hot": f"admit to a hot budget, {CLIENTS} clients",
+    "relay": "relay a message",
+    "claim": "claim",
+    "end": "settle and close",
+    "sweep": "sweep once",
+    "wake": "call to relayed, asleep",
 }
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -19,7 +19,7 @@ from benchmarks.application import MARKS, make_app
 from tests.services.base import end_hard
 from tests.services.guardian import guardian
 
-__all__ = ["next_mark", "relay", "worker"]
+__all__ = ["Mark", "Talk", "next_mark", "next_start", "relay", "talking", "worker"]
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 60.0
@@ -58,12 +58,72 @@ def relay(folder: Path, conf: dict[str, Any], name: str) -> Iterator[None]:
         yield
 
 
-def next_mark(client: Redis) -> float:
-    """Return when the next marking task began, by the machine's clock."""
+class Mark(NamedTuple):
+    """When a marking task began, by the machine's clock.
+
+    :ivar begun: in its worker, which may have to ask the ledger for it first.
+    :ivar entered: its own code.
+    """
+
+    begun: float
+    entered: float
+
+
+def next_start(client: Redis) -> Mark:
+    """Return when the next marking task began."""
     found: Any = client.blpop([MARKS], timeout=MARK_SECONDS)
     if found is None:
         raise TimeoutError(f"no worker ran a marking task in {MARK_SECONDS} s")
-    return float(found[1])
+    return Mark(*map(float, found[1].split()))
+
+
+def next_mark(client: Redis) -> float:
+    """Return when the next marking task began in its worker, by the machine's clock."""
+    return next_start(client).begun
+
+
+class Talk:
+    """A process that answers each line that it is told by one."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def say(self, line: str) -> None:
+        """Tell it a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> str:
+        """Wait for its next line.
+
+        :raises RuntimeError: where it has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} has ended")
+        return line.strip()
+
+
+@contextmanager
+def talking(module: str, *arguments: str) -> Iterator[Talk]:
+    """A process that runs a module, ended when left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    guardian.watch_process(process.pid, signal.SIGTERM)
+    try:
+        yield Talk(process)
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        end_hard(process)
 
 
 @contextmanager

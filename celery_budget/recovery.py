@@ -8,6 +8,7 @@ is kept no longer is deleted.
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from celery_budget.store.lapses import REPLAY_LEASES
 from celery_budget.suspicion import Suspicion
 from celery_budget.telling import tell
 
-__all__ = ["Recovered", "Results", "run_once"]
+__all__ = ["Kept", "Recovered", "Results", "run_once"]
 
 
 class _Piece(Protocol):
@@ -80,8 +81,27 @@ class Recovered:
     told: int = 0
 
 
-def run_once(store: Store, settings: Settings, results: Results, suspicion: Suspicion) -> Recovered:
-    """Look for stuck work once and bring each piece one step on."""
+@dataclass
+class Kept:
+    """How far a sweep has looked through what is kept against replays: a pass looks at a part.
+
+    :ivar after: the message that was looked at last; none before the first, and after the last.
+    """
+
+    after: uuid.UUID | None = None
+
+
+def run_once(
+    store: Store,
+    settings: Settings,
+    results: Results,
+    suspicion: Suspicion,
+    kept: Kept | None = None,
+) -> Recovered:
+    """Look for stuck work once and bring each piece one step on.
+
+    :param kept: where the last pass has ended, and this one does; none for one that begins anew.
+    """
     root = settings.root
     steps: Counter[str] = Counter()
     store.run(lapses.suspect, root, settings.lease_us)
@@ -120,8 +140,11 @@ def run_once(store: Store, settings: Settings, results: Results, suspicion: Susp
         lambda one: None,  # Taking it has postponed it.
     ):
         steps[step] += 1
+    kept = kept or Kept()
     for _ in range(PRUNES):
-        if store.run(outbox.prune, root, LIMIT) < LIMIT:
+        pruned = store.run(outbox.prune, root, LIMIT, kept.after)
+        kept.after = pruned.after
+        if kept.after is None or not pruned.count:
             break
     for _ in range(PRUNES):
         if store.run(effects.prune, settings.root, settings.effect_retention_us, LIMIT) < LIMIT:

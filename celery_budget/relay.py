@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from celery_budget.store.wakeup import Sleeper
 from celery_budget.telling import Ended, tell_task
 
 __all__ = [
+    "Answer",
     "BrokerDown",
     "Publisher",
     "Rejected",
@@ -44,7 +46,7 @@ FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 60.0
 #: Between two passes while the broker or the store is down.
 LONGEST_OUTAGE_SECONDS = 5.0
-#: For which part of its hold a batch is published from; the rest is for the message in hand.
+#: For which part of its hold a batch is published from; the rest is for the window in hand.
 PUBLISHING = 0.5
 #: Of how many messages without an answer the count is kept.
 MOST_UNANSWERED = 10_000
@@ -81,15 +83,27 @@ class Rejected(Exception):
     """The broker does not take this message now, as where its queue is full; others may pass."""
 
 
+#: What became of a message that was published: none where it was confirmed.
+Answer = BrokerDown | Unpublishable | Rejected | None
+
+
 class Publisher(Protocol):
     """The way to the brokers."""
 
-    def publish(self, message: WireMessage) -> None:
-        """Publish and wait for the confirmation.
+    def window(self, broker: str) -> int:
+        """Return how many messages of a broker to publish at a time now: at least one.
 
-        :raises BrokerDown: nothing is known about this message.
-        :raises Unpublishable: this message was refused for good.
-        :raises Rejected: this message was refused for now.
+        More than one only where they are sent before their confirmations are waited for.
+        """
+
+    def publish_all(self, messages: Sequence[WireMessage]) -> Sequence[Answer]:
+        """Publish messages of one broker, in their order, and wait for all confirmations.
+
+        No two of them have one order key.
+
+        :return: what became of each: :class:`BrokerDown` where it was not sent, or nothing is known
+            about it, :class:`Unpublishable` where it was refused for good, :class:`Rejected` where
+            it was refused for now.
         """
 
     def reset(self) -> None:
@@ -147,7 +161,7 @@ class Relay:
         self._published: list[Due] = []
         self._trouble: str | None = None
 
-    def run_once(self, stop: threading.Event) -> Relayed:
+    def run_once(self, stop: threading.Event, told: bool = False) -> Relayed:
         """Take up to a batch of due messages for each broker and bring each one step on.
 
         First lanes let go what they may, so that it is among them. A message past its ``expires``
@@ -158,31 +172,46 @@ class Relay:
 
         A broker that cannot be reached is left alone for a while, longer each time.
 
-        :param stop: looked at between two messages; what is in hand then is given back.
+        :param stop: looked at between two windows; what is in hand then is given back.
+        :param told: whether somebody has told of a message: lanes come after what is due then.
         """
         # What is in hand still, after a fault of the store.
         self.hand_back()
         if len(self._unanswered) > MOST_UNANSWERED:
             self._unanswered.clear()
+        steps: Counter[str] = Counter()
+        if told:
+            reached, again = self._pass_all(stop, steps)
+        let_go = self._dispatch(steps)
+        if let_go or not told:
+            reached, again = self._pass_all(stop, steps)
+        down = not reached and not stop.is_set()
+        return Relayed(**steps, broker_down=down, again=again or let_go)
+
+    def _dispatch(self, steps: Counter[str]) -> bool:
+        """Have lanes let go what they may; return whether they did, and count what has ended."""
         dispatched = self._dispatcher.run_once()
         for task_id in dispatched.ended:
             self._tell(task_id)
-        steps = Counter(released=len(dispatched.ended))
-        again, reached = dispatched.released > 0, False
+        steps["released"] += len(dispatched.ended)
+        return dispatched.released > 0
+
+    def _pass_all(self, stop: threading.Event, steps: Counter[str]) -> tuple[bool, bool]:
+        """Make a pass for each broker; return whether any was reached, and has more to do."""
+        reached = again = False
         for broker, rest in self._rests.items():
             if stop.is_set() or rest.lasts:
                 continue
             more = self._pass(broker, stop, steps)
             if more is not None:
-                again, reached = again or more, True
-        down = not reached and not stop.is_set()
-        return Relayed(**steps, broker_down=down, again=again)
+                reached, again = True, again or more
+        return reached, again
 
     def hand_back(self) -> None:
         """Mark what was published and give the rest back.
 
-        Also for another thread, at shutdown. The one message that is being published then is marked
-        by the thread that publishes it, or taken by another relay when its time is over.
+        Also for another thread, at shutdown. The window that is being published then is marked by
+        the thread that publishes it, or taken by another relay when its time is over.
         """
         with self._lock:
             if self._fence is None:
@@ -226,117 +255,167 @@ class Relay:
             self._waiting.extend(batch.messages)
         steps["taken"] += len(batch.messages)
         while not stop.is_set() and time.monotonic() < until:
-            due = self._next()
-            if due is None:
+            window = self._next(self._publisher.window(broker))
+            if not window:
                 break
-            self._bring_on(batch.fence, due, steps)
+            self._bring_on(batch.fence, broker, window, steps)
         self.hand_back()
         if self._rests[broker].failures > failures:
             return None
         ordered = any(due.message.order_key is not None for due in batch.messages)
         return batch.full or ordered or batch.behind > 0
 
-    def _next(self) -> Due | None:
-        with self._lock:
-            return self._waiting.popleft() if self._waiting else None
+    def _next(self, most: int) -> list[Due]:
+        """Take what is published together: in order, and one message of an order key at most.
 
-    def _bring_on(self, fence: uuid.UUID, due: Due, steps: Counter[str]) -> None:
-        """Publish a message, or bring it to its end; count what was done."""
-        if due.expired and not due.started:
-            steps["released"] += self._expire(fence, due)
+        What follows it by its key goes once it is confirmed.
+        """
+        window: list[Due] = []
+        later: list[Due] = []
+        keys: set[str] = set()
+        with self._lock:
+            while self._waiting and len(window) < most:
+                due = self._waiting.popleft()
+                key = due.message.order_key
+                if key is None:
+                    window.append(due)
+                elif key in keys:
+                    later.append(due)
+                else:
+                    keys.add(key)
+                    window.append(due)
+            self._waiting.extendleft(reversed(later))
+        return window
+
+    def _bring_on(
+        self, fence: uuid.UUID, broker: str, window: list[Due], steps: Counter[str]
+    ) -> None:
+        """Publish messages, or bring them to their end; count what was done."""
+        going: list[Due] = []
+        while window:
+            due = window.pop(0)
+            if not due.expired or due.started:
+                going.append(due)
+                continue
+            try:
+                steps["released"] += self._expire(fence, due)
+            except BaseException:
+                with self._lock:
+                    self._waiting.extendleft(reversed([*going, *window]))
+                raise
+        if not going:
             return
-        rest = self._rests[due.message.broker]
-        message = due.message
-        if due.started:
-            # It has run: a worker is to give its outcome again, however late.
-            message = replace(message, expires_us=None, left_us=None)
-        try:
-            self._publisher.publish(message)
-        except BrokerDown as down:
-            rest.begin(self._settings.poll_seconds)
-            self._wait_for_broker(fence, due, down)
-            return
-        except Unpublishable as error:
-            steps["failed"] += 1
-            steps["quarantined"] += self._isolate(fence, due, error.reason, error.error)
-        except Rejected as error:
-            steps["failed"] += 1
-            if due.failures + 1 >= self._settings.max_publishes:
-                steps["quarantined"] += self._isolate(fence, due, "rejected", str(error))
-            else:
-                self._postpone(fence, due, str(error))
-        else:
-            steps["published"] += 1
+        # What has run is for a worker to give its outcome again, however late.
+        messages = [
+            replace(due.message, expires_us=None, left_us=None) if due.started else due.message
+            for due in going
+        ]
+        answers = self._publisher.publish_all(messages)
+        answered = list(zip(going, answers, strict=True))
+        self._confirmed([due for due, answer in answered if answer is None], steps)
+        down = [(due, one) for due, one in answered if isinstance(one, BrokerDown)]
+        refused = [(due, one) for due, one in answered if isinstance(one, Rejected | Unpublishable)]
+        if down:
+            self._rests[broker].begin(self._settings.poll_seconds)
+            self._wait_for_broker(fence, broker, down)
+        elif self._rests[broker].end():
+            logger.event("broker.up", broker=broker)
+        if refused:
+            steps["failed"] += len(refused)
+            self._refused(fence, refused, steps)
+
+    def _confirmed(self, published: list[Due], steps: Counter[str]) -> None:
+        with self._lock:
+            self._published.extend(published)
+        steps["published"] += len(published)
+        for due in published:
             logger.event(
                 "message.published",
-                task=message.task_name,
-                task_id=message.task_id,
-                broker=message.broker,
-                queue=message.queue,
+                task=due.message.task_name,
+                task_id=due.message.task_id,
+                broker=due.message.broker,
+                queue=due.message.queue,
             )
             self._unanswered.pop(due.outbox_id, None)
-            with self._lock:
-                self._published.append(due)
-        if rest.end():
-            logger.event("broker.up", broker=message.broker)
 
-    def _wait_for_broker(self, fence: uuid.UUID, due: Due, down: BrokerDown) -> None:
+    def _wait_for_broker(
+        self, fence: uuid.UUID, broker: str, down: list[tuple[Due, BrokerDown]]
+    ) -> None:
         """Leave the rest of the batch alone; see :class:`BrokerDown`."""
-        logger.event("broker.down", broker=due.message.broker, error=down.error)
+        error = down[0][1].error
+        logger.event("broker.down", broker=broker, error=error)
+        sent = [due for due, one in down if one.sent]
         with self._lock:
-            self._trouble = down.error
-            if not down.sent:
-                self._waiting.appendleft(due)
+            self._trouble = error
+            self._aside.extend(due for due, one in down if not one.sent)
             self._aside.extend(self._waiting)
             self._waiting.clear()
-        if down.sent:
+        if sent:
             # Longer each time: its queue may be what does not answer. No failure of its own.
-            self._unanswered[due.outbox_id] += 1
-            tries = self._unanswered[due.outbox_id]
-            self._reschedule(fence, due, down.error, tries, failed=False)
+            tries: dict[uuid.UUID, int] = {}
+            for due in sent:
+                self._unanswered[due.outbox_id] += 1
+                tries[due.outbox_id] = self._unanswered[due.outbox_id]
+            self._reschedule(fence, error, tries, failed=False)
 
-    def _postpone(self, fence: uuid.UUID, due: Due, error: str) -> None:
-        """Have a message that failed tried again later; what follows it by its key waits for it."""
-        logger.event(
-            "message.postponed",
-            task=due.message.task_name,
-            task_id=due.message.task_id,
-            broker=due.message.broker,
-            queue=due.message.queue,
-            failures=due.failures,
-            error=error,
-        )
-        self._reschedule(fence, due, error, due.failures + 1, failed=True)
-        key = due.message.order_key
-        if key is None:
-            return
-        with self._lock:
-            self._aside.extend(one for one in self._waiting if one.message.order_key == key)
-            self._waiting = deque(one for one in self._waiting if one.message.order_key != key)
+    def _refused(
+        self,
+        fence: uuid.UUID,
+        refused: list[tuple[Due, Rejected | Unpublishable]],
+        steps: Counter[str],
+    ) -> None:
+        """Have what was refused tried again, or put it into quarantine."""
+        later: dict[str, list[Due]] = defaultdict(list)
+        for due, one in refused:
+            last = due.failures + 1 >= self._settings.max_publishes
+            if isinstance(one, Unpublishable):
+                reason, error = one.reason, one.error
+            else:
+                reason, error = "rejected", str(one)
+            # What was started may still be published for a replay, or go with its reservation.
+            if due.started or (isinstance(one, Rejected) and not last):
+                later[error].append(due)
+            else:
+                steps["quarantined"] += self._isolate(fence, due, reason, error)
+        for error, messages in later.items():
+            self._postpone(fence, messages, error)
+
+    def _postpone(self, fence: uuid.UUID, messages: list[Due], error: str) -> None:
+        """Have messages that failed tried again later; what follows by its key waits for it."""
+        for due in messages:
+            logger.event(
+                "message.postponed",
+                task=due.message.task_name,
+                task_id=due.message.task_id,
+                broker=due.message.broker,
+                queue=due.message.queue,
+                failures=due.failures,
+                error=error,
+            )
+        keys = {due.message.order_key for due in messages} - {None}
+        if keys:
+            with self._lock:
+                self._aside.extend(one for one in self._waiting if one.message.order_key in keys)
+                self._waiting = deque(
+                    one for one in self._waiting if one.message.order_key not in keys
+                )
+        tries = {due.outbox_id: due.failures + 1 for due in messages}
+        self._reschedule(fence, error, tries, failed=True)
 
     def _reschedule(
-        self, fence: uuid.UUID, due: Due, error: str, tries: int, *, failed: bool
+        self, fence: uuid.UUID, error: str, tries: dict[uuid.UUID, int], *, failed: bool
     ) -> None:
-        wait = backoff_seconds(tries, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
-        self._store.run(
-            claims.reschedule,
-            self._settings.root,
-            fence,
-            due.outbox_id,
-            int(wait * 1_000_000),
-            error,
-            failed=failed,
-        )
+        """Give messages back to be tried again later, each by how often it was tried."""
+        waits = {
+            outbox_id: int(
+                backoff_seconds(count, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS) * 1_000_000
+            )
+            for outbox_id, count in tries.items()
+        }
+        self._store.run(claims.reschedule, self._settings.root, fence, waits, error, failed=failed)
 
     def _isolate(self, fence: uuid.UUID, due: Due, reason: str, error: str) -> bool:
-        """Put a message that cannot be published into quarantine; return whether it is there now.
-
-        One whose task was started is tried again: it may still be published for a replay, or go
-        with its reservation.
-        """
-        if due.started:
-            self._postpone(fence, due, error)
-            return False
+        """Put a message that cannot be published into quarantine; return whether it is there."""
         isolated = self._store.run(
             quarantine.isolate, self._settings.root, fence, due, reason, error
         )
@@ -422,7 +501,8 @@ def run(relay: Relay, settings: Settings, sleeper: Sleeper, stop: threading.Even
         try:
             if awake:
                 sleeper.stay_awake()
-            relayed = relay.run_once(stop)
+            # What it was woken for is published before anything else is looked at.
+            relayed = relay.run_once(stop, told=not awake)
             awake = relayed.again or relayed.broker_down
             if not awake:
                 sleeper.sleep(stop)

@@ -8,6 +8,8 @@ published to the same queue after it: queues give what they have in the order th
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Sequence
 from typing import Protocol
 
 from celery_budget.events import Logger
@@ -21,6 +23,8 @@ logger = Logger(__name__)
 
 #: How many messages a pass looks at.
 LOOKED_AT = 1000
+#: How often it looks on in a pass where all of those run, or have ended.
+LOOKS = 10
 #: How many it suspects at most: as many copies are published in a pass.
 SUSPECTED = 100
 #: For how long it asks brokers; queues that are left are asked by the next pass.
@@ -72,8 +76,7 @@ class Suspicion:
         that cannot be told, is postponed in one statement. A number of statements that does not
         depend on how many messages there are; brokers are asked once for each queue.
         """
-        root = self._settings.root
-        found = self._store.read(silent.silent, root, LOOKED_AT)
+        found = self._find()
         if not found:
             return []
         # Where the ledger's clock was set back, what was seen tells of times that are to come.
@@ -87,8 +90,23 @@ class Suspicion:
         unasked = self._see_queues([one for one in found if not self._is_gone(one)])
         waiting = [one for one in found if not self._is_gone(one) and _queue(one) not in unasked]
         if waiting:
-            self._store.run(silent.postpone_all, root, waiting, self._settings.republish_us)
+            self._postpone([one.outbox_id for one in waiting])
         return [one for one in found if self._is_gone(one)][:SUSPECTED]
+
+    def _find(self) -> list[Silent]:
+        """Return what has not started; what has is not looked at again soon."""
+        for _ in range(LOOKS):
+            looked = self._store.read(silent.look, self._settings.root, LOOKED_AT)
+            if looked.others:
+                self._postpone(looked.others)
+            if looked.unstarted or not looked.full:
+                break
+        return looked.unstarted
+
+    def _postpone(self, outbox_ids: Sequence[uuid.UUID]) -> None:
+        self._store.run(
+            silent.postpone_all, self._settings.root, outbox_ids, self._settings.republish_us
+        )
 
     def _is_gone(self, one: Silent) -> bool:
         emptied = self._emptied.get(_queue(one), 0)

@@ -100,6 +100,10 @@ NOTHING = Span()
 class Tracing:
     """Spans and metrics that are none."""
 
+    def is_on(self) -> bool:
+        """Tell whether anybody keeps spans."""
+        return False
+
     def span(
         self,
         name: str,
@@ -172,6 +176,9 @@ class _On(Tracing):
         self._tracer = trace.get_tracer(SCOPE)
         self._instruments: dict[str, Any] = {}
 
+    def is_on(self) -> bool:
+        return not isinstance(self.trace.get_tracer_provider(), self.trace.ProxyTracerProvider)
+
     def span(
         self,
         name: str,
@@ -184,7 +191,7 @@ class _On(Tracing):
         start_ns: int | None = None,
         expected: tuple[type[BaseException], ...] = (),
     ) -> Span:
-        if isinstance(self.trace.get_tracer_provider(), self.trace.ProxyTracerProvider):
+        if not self.is_on():
             return NOTHING
         of = (parent, inner, only_within, links, start_ns, expected)
         make = partial(self._span, name, kind, *of)

@@ -8,9 +8,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from benchmarks import reporting
 from benchmarks.application import SIZE, TENANT, fund, make_app
 from benchmarks.caller import timed
+from benchmarks.histories import History, fill
 from benchmarks.measure import Comparison, Effort, Side, Target, compare
 from benchmarks.peers.environments import OUTBOX, PROCRASTINATE, SNIPZ, Peer, running
 from benchmarks.relaying import drain
@@ -95,9 +95,7 @@ def holds(servers: Servers, effort: Effort) -> Comparison:
         sides.append(_peer(servers, SNIPZ, name, {"dsn": dsn, "calls": HOLDS, "settled": settled}))
         app, budget = _ours(servers, "memory://")
         if settled:
-            reporting.fill(budget.store, budget.settings.root, settled)
-            with budget.store.apart() as connection:
-                connection.execute(sa.text("VACUUM ANALYZE"))
+            fill(budget.store, budget.settings.root, History(settled, above="all", whole=False))
         sides.append(
             Side(
                 f"ours, {settled:,} settled before", _holding(app), (Target(name, at_least=FASTER),)

@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 
 from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
-from celery_budget.cli.values import RATIO, limit_of, parent_of, thresholds_of
-from celery_budget.core.budgets import MOST_WEIGHT
+from celery_budget.cli.values import RATIO, limit_of, parent_of, stripes_of, thresholds_of
+from celery_budget.core.budgets import MOST_STRIPES, MOST_WEIGHT
 from celery_budget.core.declarations import Change
 from celery_budget.core.lane_files import LaneChange
 from celery_budget.core.periods import PERIODS
@@ -115,6 +115,13 @@ def init(ctx: click.Context, distributed: bool, as_json: bool) -> None:
     help="Its share of a lane beside that of others, 1 unless given; with 0 its work goes last.",
 )
 @click.option(
+    "--stripes",
+    cls=CeleryOption,
+    metavar=f"1-{MOST_STRIPES}|auto",
+    help="Over how many rows its counters are spread, so that many may draw on it at once; auto "
+    "for as many as turn out to be of use.",
+)
+@click.option(
     "--alert-at",
     cls=CeleryOption,
     metavar="SHARES|none|default",
@@ -138,6 +145,7 @@ def set_(
     soft_stop: Decimal | None,
     hard_stop: Decimal | None,
     weight: int | None,
+    stripes: str | None,
     alert_at: str | None,
     reopen: bool,
     as_json: bool,
@@ -172,6 +180,8 @@ def set_(
         terms["limit"] = limit_of(limit)
     if parent is not None:
         terms["parent"] = parent_of(parent)
+    if stripes is not None:
+        terms["stripes"] = stripes_of(stripes)
     if alert_at is not None:
         terms["alert_at"] = thresholds_of(alert_at)
     if not terms and not reopen:

@@ -14,7 +14,7 @@ import click
 
 from celery_budget.core.alerts import parse_thresholds
 from celery_budget.core.amounts import check_amount
-from celery_budget.core.budgets import Limit, Share, parts_per_million
+from celery_budget.core.budgets import AUTO, MOST_STRIPES, Limit, Share, parts_per_million
 from celery_budget.errors import BudgetError, InvalidBudget
 
 # click.ParamType takes a type argument in its newer releases only.
@@ -32,6 +32,7 @@ __all__ = [
     "WHEN",
     "limit_of",
     "parent_of",
+    "stripes_of",
     "thresholds_of",
 ]
 
@@ -79,6 +80,18 @@ def limit_of(text: str) -> Limit:
 def parent_of(text: str) -> str | None:
     """Return the parent that ``text`` names; none for ``none``."""
     return None if text.lower() == _NONE else text
+
+
+def stripes_of(text: str) -> int | None:
+    """Return over how many rows a budget is to be spread; none for ``auto``."""
+    if text == AUTO:
+        return None
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MOST_STRIPES:
+        raise click.BadParameter(
+            f"{text!r} is not a number of stripes; give one from 1 to {MOST_STRIPES}, or {AUTO}",
+            param_hint="--stripes",
+        )
+    return int(text)
 
 
 def thresholds_of(text: str) -> str:

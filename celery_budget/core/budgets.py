@@ -16,8 +16,10 @@ from celery_budget.core.periods import Period
 from celery_budget.errors import InvalidBudget, InvalidName
 
 __all__ = [
+    "AUTO",
     "DEFAULT",
     "MILLION",
+    "MOST_STRIPES",
     "MOST_THRESHOLDS",
     "MOST_WEIGHT",
     "NONE",
@@ -48,6 +50,10 @@ MILLION = 1_000_000
 
 #: How much one budget may weigh in a lane.
 MOST_WEIGHT = 1_000_000
+#: Over how many rows a window's counters may be spread.
+MOST_STRIPES = 128
+#: What is written where that is to be found.
+AUTO = "auto"
 
 #: How many thresholds one budget may have, and up to which part of the limit, in parts per million.
 MOST_THRESHOLDS = 10
@@ -78,6 +84,10 @@ def check_own_name(name: object) -> str:
 
     :raises InvalidName: otherwise.
     """
+    return _known_own(name) if type(name) is str else _own_name(name)
+
+
+def _own_name(name: object) -> str:
     checked = check_name(name)
     if is_template(checked):
         raise InvalidName(
@@ -85,6 +95,10 @@ def check_own_name(name: object) -> str:
             "draws on a budget"
         )
     return checked
+
+
+#: Most requests are of budgets that were drawn on before.
+_known_own = functools.lru_cache(maxsize=1024)(_own_name)
 
 
 def check_unit(unit: object) -> str:
@@ -107,9 +121,12 @@ def check_text(text: object, what: str) -> str:
         raise InvalidName(
             f"{what} has 1 to {MAX_NAME_LENGTH} characters; {reprlib.repr(text)} has {len(text)}"
         )
-    if not unicodedata.is_normalized("NFC", text):
+    if not text.isascii() and not unicodedata.is_normalized("NFC", text):
         raise InvalidName(f"{what} is in Unicode form NFC; {text!r} is not")
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
+    # What is printable has neither.
+    if not text.isprintable() and any(
+        unicodedata.category(character) in ("Cc", "Cs") for character in text
+    ):
         raise InvalidName(f"{what} has no control characters; {text!r} does")
     return text
 
@@ -217,7 +234,8 @@ class Budget:
     :ivar period: how long a window is, and when it begins.
     :ivar soft_stop: up to which part of the limit new work is admitted, in parts per million.
     :ivar hard_stop: up to which part work is admitted that continues what was started.
-    :ivar stripes: over how many rows the counters of one window are spread.
+    :ivar stripes: over how many rows the counters of one window are spread, from 1 to
+        :data:`MOST_STRIPES`; none for as many as turn out to be of use.
     :ivar weight: its share of a lane beside that of others, from 0 to :data:`MOST_WEIGHT`; with 0
         its work goes last.
     :ivar alert_at: at which parts of its limit it gives an alert, in parts per million, rising;
@@ -234,7 +252,7 @@ class Budget:
     period: Period = field(default_factory=Period)
     soft_stop: int = MILLION
     hard_stop: int = MILLION
-    stripes: int = 1
+    stripes: int | None = None
     weight: int = 1
     alert_at: tuple[int, ...] | None = None
 
@@ -254,10 +272,12 @@ class Budget:
                 f"the soft stop of {self.name!r} ({self.soft_stop / MILLION:g}) is above its hard "
                 f"stop ({self.hard_stop / MILLION:g}); new work stops no later than other work"
             )
-        if type(self.stripes) is not int or self.stripes != 1:
+        if self.stripes is not None and (
+            type(self.stripes) is not int or not 1 <= self.stripes <= MOST_STRIPES
+        ):
             raise InvalidBudget(
-                f"the stripes of {self.name!r} are {self.stripes!r}; this release keeps the "
-                "counters of a budget in one row: leave it out or give 1"
+                f"the stripes of {self.name!r} are {self.stripes!r}; give an integer from 1 to "
+                f"{MOST_STRIPES}, or leave it out to have them found"
             )
         if type(self.weight) is not int or not 0 <= self.weight <= MOST_WEIGHT:
             raise InvalidBudget(

@@ -87,6 +87,7 @@ class StoreSeen:
     :ivar write_error: why nothing can be written to it; empty where it can.
     :ivar settings: those of PostgreSQL that matter here, as text.
     :ivar version: of PostgreSQL's server: 140000 and so on.
+    :ivar standbys: how many standbys PostgreSQL has, and how many of them are synchronous.
     :ivar clock_seconds: by how much its clock is ahead of this host's.
     :ivar round_trip_seconds: how long that took to ask: the clock is as uncertain as half of it.
     :ivar file_system: of SQLite's file: its type, such as ``ext4`` or ``nfs4``.
@@ -105,6 +106,7 @@ class StoreSeen:
     settings: dict[str, str] = field(default_factory=dict)
     version: int | None = None
     max_connections: int | None = None
+    standbys: tuple[int, int] | None = None
     clock_seconds: float | None = None
     round_trip_seconds: float = 0.0
     file_system: str | None = None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from celery_budget.core.alerts import parse_thresholds
 from celery_budget.core.budgets import (
+    AUTO,
     DEFAULT,
     MILLION,
     Budget,
@@ -49,7 +50,8 @@ _KEYS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("parent", "root", "period", "timezone"), ((str,), "text in quotes")),
     "anchor_day": ((int,), "an integer"),
     **dict.fromkeys(("soft_stop", "hard_stop"), ((int, float), "a ratio such as 0.8")),
-    **dict.fromkeys(("stripes", "weight"), ((int,), "an integer")),
+    "stripes": ((int, str), 'an integer, or "auto"'),
+    "weight": ((int,), "an integer"),
     "alert_at": ((str, list), 'shares of the limit such as "80%,95%", or "none"'),
 }
 _UNLIMITED = "none"
@@ -269,12 +271,20 @@ def _budget(table: _Table, units: Mapping[str, str | None]) -> Budget:
             ),
             soft_stop=hard_stop if soft_stop is None else parts_per_million(soft_stop, "soft_stop"),
             hard_stop=hard_stop,
-            stripes=terms.get("stripes", Budget.stripes),
+            stripes=_stripes(terms.get("stripes", AUTO)),
             weight=terms.get("weight", Budget.weight),
             alert_at=parse_thresholds(terms.get("alert_at", DEFAULT), "alert_at"),
         )
     except BudgetError as exc:
         raise InvalidBudget(f"{table.where}: {exc}") from exc
+
+
+def _stripes(value: int | str) -> int | None:
+    if value == AUTO:
+        return None
+    if isinstance(value, str):
+        raise InvalidBudget(f"stripes is {value!r}; give {_KEYS['stripes'][1]}")
+    return value
 
 
 def _limit(value: int | str) -> Limit:
@@ -299,7 +309,7 @@ def _terms(budget: Budget) -> dict[str, _Value]:
         "anchor_day": budget.period.anchor_day,
         "soft_stop": Decimal(budget.soft_stop) / MILLION,
         "hard_stop": Decimal(budget.hard_stop) / MILLION,
-        "stripes": budget.stripes,
+        "stripes": AUTO if budget.stripes is None else budget.stripes,
         "weight": budget.weight,
         "alert_at": thresholds_text(budget.alert_at),
     }

@@ -37,6 +37,7 @@ class Level:
     :ivar limit_share: parts per million of the parent's limit; none where ``limit_amount`` counts.
     :ivar granted: the sum of its grants in force.
     :ivar window_us: when its window began; none where that window has no row yet.
+    :ivar spread: over how many rows new work is spread; 0 where its window has one.
     """
 
     budget: str
@@ -51,6 +52,7 @@ class Level:
     window_us: int | None
     reserved: int
     spent: int
+    spread: int = 0
 
 
 @dataclass(frozen=True)

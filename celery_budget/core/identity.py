@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from datetime import time as clock_time
@@ -78,62 +78,65 @@ def fingerprint(task_name: str, arguments: Mapping[str, object]) -> Fingerprint:
     (a serializer turns one into the other), sets and mappings do not depend on order. A value of
     any other type is left out and the fingerprint is flagged as opaque; nothing is pickled.
     """
-    digest = hashlib.sha256()
-    opaque = False
-    for chunk in _chunks([task_name, dict(arguments)]):
-        opaque = opaque or chunk is _OPAQUE
-        digest.update(chunk)
-    return Fingerprint(f"1:{digest.hexdigest()}", opaque)
+    chunks = _chunks([task_name, dict(arguments)])
+    digest = hashlib.sha256(b"".join(chunks)).hexdigest()
+    return Fingerprint(f"1:{digest}", any(chunk is _OPAQUE for chunk in chunks))
 
 
 _OPAQUE = b"?;"
 
 
-def _chunks(value: object) -> Iterator[bytes]:
-    """Yield ``value`` in a written form that is unique: a type tag, then length or content."""
-    if isinstance(value, Enum):
+def _chunks(value: object) -> list[bytes]:
+    """Return ``value`` in a written form that is unique: a type tag, then length or content."""
+    chunks: list[bytes] = []
+    _write(value, chunks)
+    return chunks
+
+
+def _write(value: object, to: list[bytes]) -> None:
+    if type(value) is str:
+        _text("s", value, to)
+    elif isinstance(value, Enum):
         # Before str and int: an enum's members may be both.
-        yield from _text("e", f"{type(value).__qualname__}.{value.name}")
+        _text("e", f"{type(value).__qualname__}.{value.name}", to)
     elif value is None:
-        yield b"n;"
+        to.append(b"n;")
     elif isinstance(value, bool):
-        yield b"b1;" if value else b"b0;"
+        to.append(b"b1;" if value else b"b0;")
     elif isinstance(value, int):
         # In hexadecimal: Python bounds the length of a decimal one.
-        yield from _text("i", hex(value))
+        _text("i", hex(value), to)
     elif isinstance(value, float):
-        yield from _text("f", value.hex())
+        _text("f", value.hex(), to)
     elif isinstance(value, str):
-        yield from _text("s", value)
+        _text("s", value, to)
     elif isinstance(value, (bytes, bytearray, memoryview)):
         raw = bytes(value)
-        yield b"y%d:" % len(raw)
-        yield raw
+        to += (b"y%d:" % len(raw), raw)
     elif isinstance(value, Decimal):
-        yield from _text("d", str(value))
+        _text("d", str(value), to)
     elif isinstance(value, uuid.UUID):
-        yield from _text("u", value.hex)
+        _text("u", value.hex, to)
     elif isinstance(value, (datetime, date, clock_time)):
-        yield from _text("t", f"{type(value).__name__} {value.isoformat()}")
+        _text("t", f"{type(value).__name__} {value.isoformat()}", to)
     elif isinstance(value, (list, tuple)):
-        yield b"l%d:" % len(value)
+        to.append(b"l%d:" % len(value))
         for item in value:
-            yield from _chunks(item)
+            _write(item, to)
     elif isinstance(value, (set, frozenset)):
-        yield from _sorted(b"S", [list(_chunks(item)) for item in value])
+        _sorted(b"S", [_chunks(item) for item in value], to)
     elif isinstance(value, Mapping):
-        yield from _sorted(b"m", [list(_chunks([key, item])) for key, item in value.items()])
+        _sorted(b"m", [_chunks(pair) for pair in value.items()], to)
     else:
-        yield _OPAQUE
+        to.append(_OPAQUE)
 
 
-def _text(tag: str, text: str) -> Iterator[bytes]:
+def _text(tag: str, text: str, to: list[bytes]) -> None:
     raw = text.encode("utf-8", "surrogatepass")
-    yield f"{tag}{len(raw)}:".encode()
-    yield raw
+    to += (b"%s%d:" % (tag.encode(), len(raw)), raw)
 
 
-def _sorted(tag: bytes, items: list[list[bytes]]) -> Iterator[bytes]:
-    yield tag + b"%d:" % len(items)
+def _sorted(tag: bytes, items: list[list[bytes]], to: list[bytes]) -> None:
+    to.append(tag + b"%d:" % len(items))
     for chunks in sorted(items, key=b"".join):
-        yield from chunks
+        to += chunks

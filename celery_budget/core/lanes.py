@@ -202,6 +202,17 @@ class Lane:
             return "units", waiting.units, most
         return None
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether what was released and has not ended can keep it from releasing more."""
+        limits = (
+            self.max_running_jobs,
+            self.max_running_units,
+            self.max_queued_jobs,
+            self.max_queued_units,
+        )
+        return any(limit is not None for limit in limits)
+
     def full(self, queued: Load, running: Load) -> str | None:
         """Return what keeps it from releasing anything: ``running``, ``queued``; none for nothing.
 

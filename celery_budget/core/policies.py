@@ -10,7 +10,7 @@ from typing import Any
 
 from celery_budget.core.amounts import check_amount, shown
 from celery_budget.core.budgets import check_own_name, check_text
-from celery_budget.core.calls import call, wanted
+from celery_budget.core.calls import bound_arguments, call, wanted
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.estimators import Estimator, estimators, is_reference, is_thrown_in
 from celery_budget.core.losses import Losses
@@ -247,11 +247,9 @@ class BudgetPolicy:
         :raises UnknownPrice, MissingExtra: where an estimate is in money and has no price.
         """
         try:
-            bound = signature.bind(*args, **kwargs)
+            arguments = bound_arguments(signature, args, kwargs)
         except TypeError as exc:
             raise PolicyError(f"the arguments do not fit {task_name}{signature}: {exc}") from exc
-        bound.apply_defaults()
-        arguments = bound.arguments
         known = _known(task_name, arguments, unknown)
         lines: list[Line] = []
         prices: list[str | None] = []

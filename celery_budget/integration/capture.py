@@ -6,16 +6,17 @@ publishing gets the message it would have sent, serialised and compressed by kom
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Exchange, Producer, Queue
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import dumps, loads, object_hook
 
 from celery_budget.core.messages import WireMessage
 from celery_budget.errors import UnsupportedPublication
@@ -39,6 +40,11 @@ __all__ = [
 #: The exchange of RabbitMQ's native delayed delivery, and the digits it has before a routing key.
 DELAYED_EXCHANGE = "celery_delayed_27"
 DELAY_BITS = 28
+#: Of how many declarations what was made is kept: making it takes longer than publishing.
+MOST_KNOWN = 1000
+#: As kombu's ``loads``, which makes a decoder each time.
+_decode = json.JSONDecoder(object_hook=object_hook).decode
+_known_entities: dict[str, list[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,10 @@ def written(
     task_id = str(headers.get("id") or uuid.uuid4())
     task_name = str(headers.get("task") or "")
     try:
-        declare = [_declaration(entity) for entity in record.envelope.declare]
-        envelope = dumps({**vars(record.envelope), "declare": declare})
+        declare = ", ".join([_declaration(entity) for entity in record.envelope.declare])
+        # Written last, and made beforehand: the same entities come with every message.
+        rest = dumps({**vars(record.envelope), "declare": None})
+        envelope = rest.removesuffix("null}") + f"[{declare}]}}"
     except (TypeError, ValueError) as exc:
         raise UnsupportedPublication(
             f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
@@ -215,9 +223,23 @@ def with_header(message: WireMessage, name: str, value: str | int | None) -> Wir
 
 def read(message: WireMessage) -> Envelope:
     """Return the envelope of a stored message, declarations as kombu's entities again."""
-    values = loads(message.envelope)
-    values["declare"] = [_entity(kind, entity) for kind, entity in values["declare"]]
+    values = _decode(message.envelope)
+    values["declare"] = _entities(values["declare"])
     return Envelope(**values)
+
+
+def _entities(declarations: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """Return what is to be declared: one list for all messages that need the same."""
+    # All but what the server gives a name to, when it is declared.
+    written = repr(declarations)
+    found = _known_entities.get(written)
+    if found is None:
+        found = [_entity(kind, entity) for kind, entity in declarations]
+        if all(entity.name for entity in found if isinstance(entity, Queue)):
+            if len(_known_entities) >= MOST_KNOWN:
+                _known_entities.clear()
+            _known_entities[written] = found
+    return found
 
 
 def undelayed(routing_key: str) -> str:
@@ -225,9 +247,45 @@ def undelayed(routing_key: str) -> str:
     return ".".join(routing_key.split(".", DELAY_BITS)[DELAY_BITS:])
 
 
-def _declaration(entity: Any) -> tuple[str, dict[str, Any]]:
+class _Written(NamedTuple):
+    """An entity that is declared, and what its own and its exchange's attributes were."""
+
+    entity: Any
+    own: dict[str, Any]
+    exchange: dict[str, Any]
+    text: str
+
+
+#: By the entity's address: most messages go to one of a few queues.
+_known: dict[int, _Written] = {}
+_MOST_KNOWN = 256
+#: What cannot change unseen.
+_PLAIN = (str, int, float, type(None))
+
+
+def _declaration(entity: Any) -> str:
+    """Return an entity as JSON: its kind and all that it is declared by."""
+    own = vars(entity)
+    exchange = vars(entity.exchange) if getattr(entity, "exchange", None) else {}
+    found = _known.get(id(entity))
+    if (
+        found is not None
+        and found.entity is entity
+        and found.own == own
+        and found.exchange == exchange
+        and not own.get("bindings")
+    ):
+        return found.text
     kind = "queue" if isinstance(entity, Queue) else "exchange"
-    return kind, entity.as_dict(recurse=True)
+    text: str = dumps((kind, entity.as_dict(recurse=True)))
+    values = [value for name, value in own.items() if name not in ("exchange", "bindings")]
+    if not own.get("bindings") and all(
+        isinstance(value, _PLAIN) for value in (*values, *exchange.values())
+    ):
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[id(entity)] = _Written(entity, {**own}, {**exchange}, text)
+    return text
 
 
 def _entity(kind: str, values: dict[str, Any]) -> Any:

@@ -201,6 +201,7 @@ def _store(budget: CeleryBudget) -> StoreSeen:
         settings=server.settings,
         version=_number(server.settings.get("server_version_num")),
         max_connections=_number(server.settings.get("max_connections")),
+        standbys=server.standbys,
         file_system=_file_system(server.path),
         free_bytes=None
         if server.path is None

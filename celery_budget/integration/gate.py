@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import celery.app.amqp
 from celery._state import get_current_worker_task
@@ -97,7 +97,7 @@ class Gate:
             with tracing.of(self._budget.settings).span(
                 "budget.reserve", "producer", parent=_led(attempt), inner=True, start_ns=began
             ) as span:
-                call = replace(call, span=span)
+                call = call._replace(span=span)
                 request = self._request(call, terms)
                 watching.describe(span, request, _queue_name(options))
                 return self._publish(call, request, terms.fallback)
@@ -206,7 +206,7 @@ class Gate:
             if steps:
                 head = replace(head, plan=head.reservation_id, step=0)
                 ways = [replace(ways[0], request=head)]
-        call = replace(call, message=call.message._replace(body=(args, kwargs, embed)))
+        call = call._replace(message=call.message._replace(body=(args, kwargs, embed)))
         opened = together(self._budget) if batch or steps else nullcontext()
         with opened as batch:
             for way in ways[:-1]:
@@ -252,7 +252,7 @@ class Gate:
 
         :raises BudgetExceeded, QueueFull: where it is refused.
         """
-        call = replace(call, options=way.options)
+        call = call._replace(options=way.options)
         decide = partial(self._decide, call, way) if batch is None else None
         sink = _Sink(self._budget, call, way.request, steps, batch, decide)
         return self._send(
@@ -321,7 +321,7 @@ class Gate:
         if isinstance(call.message.body, tuple):
             args, kwargs, embed = call.message.body
             told = args, kwargs, passed_on(embed, call.deadline(None))
-            call = replace(call, message=call.message._replace(body=told))
+            call = call._replace(message=call.message._replace(body=told))
         batch, attempt = current_batch(self._budget), call.attempt
         follows = attempt is not None and call.origin == "continuation"
         if batch is None and not follows and call.ours.order_key is None:
@@ -374,6 +374,8 @@ class _Ours:
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> _Ours:
         """Take them out of ``options``. Of a canvas they reach tasks without a budget as well."""
+        if _OURS.isdisjoint(options):
+            return _NONE
         flags = ("finishing", "partial")
         named = {name: options.pop(name, False if name in flags else None) for name in GIVEN}
         canvas, made_of = options.pop(CANVAS, None) or (None, None)
@@ -421,8 +423,12 @@ class _Ours:
         return Parking(self.on_refused, self.park_for)
 
 
-@dataclass(frozen=True)
-class _Call:
+#: All of them, as a set that the options of a call mostly share nothing with.
+_OURS = frozenset((*GIVEN, CANVAS, PLANNED, UNTIL, CHOSEN))
+_NONE = _Ours()
+
+
+class _Call(NamedTuple):
     """One call of Celery's sender, and what it is to the task that publishes.
 
     :ivar origin: ``new``; ``retry`` of the running attempt; ``continuation`` of work that was

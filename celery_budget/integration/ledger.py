@@ -115,6 +115,7 @@ class Ledger(Views):
         soft_stop: float | Decimal | str | None = None,
         hard_stop: float | Decimal | str | None = None,
         weight: int | None = None,
+        stripes: int | Literal[_Keep.KEEP] | None = KEEP,
         alert_at: Iterable[float | Decimal | str] | str | Literal[_Keep.KEEP] | None = KEEP,
         reopen: bool = False,
     ) -> Budget:
@@ -138,6 +139,8 @@ class Ledger(Views):
         :param hard_stop: up to which part work is admitted that continues what was started.
         :param weight: its share of a lane beside that of others, 1 unless given; with 0 its work
             goes last.
+        :param stripes: over how many rows its counters are spread, so that many may draw on it at
+            once; none for as many as turn out to be of use. Without effect on SQLite.
         :param alert_at: at which parts of its limit it gives an alert: ``(0.8,
             0.95)`` or ``"80%,95%"``; none for no alert, ``"default"`` for those of
             ``budget_alert_at``.
@@ -161,6 +164,8 @@ class Ledger(Views):
             terms["limit"] = Share.parse(str(limit), f"the limit of {name!r}") if written else limit
         if parent is not KEEP:
             terms["parent"] = parent
+        if stripes is not KEEP:
+            terms["stripes"] = stripes
         if alert_at is not KEEP:
             terms["alert_at"] = parse_thresholds(alert_at, f"the thresholds of {name!r}")
         return self.store.run(_set, self.settings.root, name, terms, reopen)

@@ -181,7 +181,8 @@ class _Running:
         upkeep = Upkeep(budget.store, budget.settings)
         queues = KombuQueues(budget.app)
         suspicion = Suspicion(budget.store, budget.settings, queues)
-        self._again_and_again("the sweep", lambda: sweep(budget, upkeep, suspicion))
+        kept = recovery.Kept()
+        self._again_and_again("the sweep", lambda: sweep(budget, upkeep, suspicion, kept))
         queues.close()
 
     def _run_parking(self) -> None:
@@ -236,11 +237,11 @@ class _Counted(relay.Relay):
 
     passes: metrics.Passes
 
-    def run_once(self, stop: threading.Event) -> relay.Relayed:
+    def run_once(self, stop: threading.Event, told: bool = False) -> relay.Relayed:
         """As :meth:`celery_budget.relay.Relay.run_once`."""
         begun, done = time.monotonic(), None
         try:
-            done = super().run_once(stop)
+            done = super().run_once(stop, told)
         finally:
             self.passes.count(begun, done)
         return done
@@ -260,7 +261,12 @@ def look_at_parked(budget: CeleryBudget) -> parking.Looked:
     )
 
 
-def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
+def sweep(
+    budget: CeleryBudget,
+    upkeep: Upkeep,
+    suspicion: Suspicion,
+    kept: recovery.Kept | None = None,
+) -> None:
     """Run every periodic step once: windows, parked work, recovery, then tallies.
 
     One that fails does not keep the others from their work; the first error is raised afterwards.
@@ -269,7 +275,7 @@ def sweep(budget: CeleryBudget, upkeep: Upkeep, suspicion: Suspicion) -> None:
     steps: tuple[Callable[[], object], ...] = (
         upkeep.run_once,
         lambda: look_at_parked(budget),
-        lambda: recovery.run_once(budget.store, budget.settings, results, suspicion),
+        lambda: recovery.run_once(budget.store, budget.settings, results, suspicion, kept),
         lambda: tallying.run_once(budget.store, budget.settings),
     )
     first: Exception | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from celery_budget.reconcile import isolation
@@ -36,6 +36,8 @@ class Story:
     :ivar reused: whose calls get its result, and until when.
     :ivar untold: results that have still to be stored.
     :ivar next: what happens next, and when.
+    :ivar left_out: of which of these how many earlier ones are not listed: of attempts, usage and so
+        on the last thousand are.
     """
 
     reservation: Row
@@ -56,6 +58,7 @@ class Story:
     reused: tuple[Row, ...] = ()
     untold: tuple[Row, ...] = ()
     next: tuple[Next, ...] = ()
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -101,9 +104,8 @@ def _explain(connection: Connection, settings: Settings, some_id: str) -> list[S
 
 def _of_reservation(connection: Connection, settings: Settings, row: Any) -> Story:
     root, reservation_id = settings.root, row.reservation_id
-    parts = {
-        name: _all(rows) for name, rows in stories.story(connection, root, reservation_id).items()
-    }
+    found, left_out = stories.story(connection, root, reservation_id)
+    parts = {name: _all(rows) for name, rows in found.items()}
     parked = _all(stories.find_parked(connection, root, row.task_id))
     untold = [
         one
@@ -125,6 +127,7 @@ def _of_reservation(connection: Connection, settings: Settings, row: Any) -> Sto
     return Story(
         {**request, **waits},
         **parts,
+        left_out=left_out,
         folded=tuple(
             sorted({budget for budget, _ in stories.folded(connection, root, reservation_id)})
         ),

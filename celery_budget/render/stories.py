@@ -38,6 +38,9 @@ def _view(story: Story) -> RenderableType:
         parts += [Text(), _changes(story.changes)]
     if story.folded:
         parts += [literal(f"older changes of {', '.join(story.folded)} are folded and gone", "dim")]
+    if story.left_out:
+        told = ", ".join(f"{number(count)} of {name}" for name, count in story.left_out.items())
+        parts += [literal(f"earlier ones are left out: {told}", "dim")]
     events = events_of(story)
     if events:
         rows = [(moment(event.at_us), literal(event.what)) for event in events]

@@ -193,7 +193,8 @@ def _near(
         .correlate(budgets)
         .scalar_subquery()
     )
-    used = sa.cast(balances.c.reserved, sa.Double) + sa.cast(balances.c.spent, sa.Double)
+    counted = sa.cast(balances.c.reserved, sa.Double) + sa.cast(balances.c.spent, sa.Double)
+    used = sa.case((balances.c.share.is_(None), counted), else_=_of_all_rows())
     # A double is wrong by less than that.
     lowest = min(by_default, default=0) / MILLION * 0.999
     reaches = used >= lowest * sa.cast(budgets.c.limit_amount, sa.Double)
@@ -205,6 +206,9 @@ def _near(
             sa.and_(
                 balances.c.root == root,
                 balances.c.budget == budgets.c.name,
+                # Said of both: otherwise the balances of all budgets are read for each page.
+                balances.c.budget > after,
+                balances.c.budget <= last,
                 balances.c.window_us == window,
                 balances.c.stripe == 0,
             ),
@@ -224,6 +228,22 @@ def _near(
         alerts.c.subject <= last,
     )
     return sorted({name for one in (near, given) for name in connection.execute(one).scalars()})
+
+
+def _of_all_rows() -> sa.ColumnElement[Any]:
+    """Return what is used of a window that has several rows."""
+    row = balances.alias("row")
+    used = sa.cast(row.c.reserved, sa.Double) + sa.cast(row.c.spent, sa.Double)
+    return (
+        sa.select(sa.func.sum(used))
+        .where(
+            row.c.root == balances.c.root,
+            row.c.budget == balances.c.budget,
+            row.c.window_us == balances.c.window_us,
+        )
+        .correlate(balances)
+        .scalar_subquery()
+    )
 
 
 def _look_at(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
-import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import (
@@ -34,6 +34,18 @@ from celery_budget.core.reuse import PREFIX
 from celery_budget.core.usage import Used
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.journal import who
+from celery_budget.store.prepared import (
+    BIGINT,
+    BIGINTS,
+    BOOLEAN,
+    INTEGER,
+    INTEGERS,
+    TEXT,
+    TEXTS,
+    UUID_,
+    UUIDS,
+    Statement,
+)
 
 __all__ = ["Closing", "claim", "close", "end", "record"]
 
@@ -46,13 +58,48 @@ _CLAIM = (
     " :inquires, :claim, CAST(:lease AS bigint), :limited, CAST(:most AS integer),"
     " CAST(:within AS bigint), :who, :lock_ms) AS c"
 )
+_CLAIM_GIVEN = {
+    "root": TEXT,
+    "reservation": UUID_,
+    "task_id": TEXT,
+    "nesting": INTEGER,
+    "retries": INTEGER,
+    "worker": TEXT,
+    "boot": UUID_,
+    "pid": INTEGER,
+    "late_ack": BOOLEAN,
+    "rerun": BOOLEAN,
+    "inquires": BOOLEAN,
+    "claim": UUID_,
+    "lease": BIGINT,
+    "limited": BOOLEAN,
+    "most": INTEGER,
+    "within": BIGINT,
+    "who": TEXT,
+    "lock_ms": TEXT,
+}
+_CLAIM_FOUND = {
+    "outcome": TEXT,
+    "attempt": INTEGER,
+    "elapsed_us": BIGINT,
+    "deadline_us": BIGINT,
+    "left_us": BIGINT,
+    "said": TEXT,
+    "payload": TEXT,
+    "unclosed": UUIDS,
+}
 _CLOSE = (
     "budget_close(:root, CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
     " CAST(:fences AS uuid[]))"
 )
+_CLOSE_GIVEN = {"ids": UUIDS, "numbers": INTEGERS, "fences": UUIDS}
+_CLAIM_ALONE = Statement(
+    f"SELECT c.*, CAST(NULL AS uuid[]) AS unclosed {_CLAIM}", _CLAIM_GIVEN, _CLAIM_FOUND
+)
 #: What is selected is evaluated when the claim has been made.
-_CLAIM_AND_CLOSE = sa.text(f"SELECT c.*, {_CLOSE} AS unclosed {_CLAIM}")
-_CLAIM_ALONE = sa.text(f"SELECT c.*, NULL AS unclosed {_CLAIM}")
+_CLAIM_AND_CLOSE = Statement(
+    f"SELECT c.*, {_CLOSE} AS unclosed {_CLAIM}", _CLAIM_GIVEN | _CLOSE_GIVEN, _CLAIM_FOUND
+)
 
 
 def claim(
@@ -93,13 +140,12 @@ def claim(
     }
     if closing:
         parameters |= _of(closing)
-    row = connection.execute(_CLAIM_AND_CLOSE if closing else _CLAIM_ALONE, parameters).one()
+    statement = _CLAIM_AND_CLOSE if closing else _CLAIM_ALONE
+    row = statement.one(connection, parameters)
     return _answer(row, claim_id), row.unclosed or []
 
 
-def _answer(
-    row: sa.Row[tuple[object, ...]], claim_id: uuid.UUID
-) -> Claimed | Replay | Running | Closed | Missing | None:
+def _answer(row: Any, claim_id: uuid.UUID) -> Claimed | Replay | Running | Closed | Missing | None:
     if row.outcome == "claimed":
         return Claimed(row.attempt, claim_id, row.elapsed_us, row.deadline_us, row.left_us)
     if row.outcome == "replay":
@@ -112,7 +158,9 @@ def _answer(
     return Missing() if row.outcome == "missing" else None
 
 
-_CLOSE_ALONE = sa.text(f"SELECT {_CLOSE} AS unclosed")
+_CLOSE_ALONE = Statement(
+    f"SELECT {_CLOSE} AS unclosed", {"root": TEXT, **_CLOSE_GIVEN}, {"unclosed": UUIDS}
+)
 
 
 def close(connection: Connection, root: str, closing: Sequence[Closing]) -> list[uuid.UUID]:
@@ -120,7 +168,7 @@ def close(connection: Connection, root: str, closing: Sequence[Closing]) -> list
 
     Waits for nobody. Returns the reservations of those that are left to it.
     """
-    row = connection.execute(_CLOSE_ALONE, {"root": root, **_of(closing)}).one()
+    row = _CLOSE_ALONE.one(connection, {"root": root, **_of(closing)})
     return list(row.unclosed)
 
 
@@ -132,9 +180,33 @@ def _of(closing: Sequence[Closing]) -> dict[str, list[uuid.UUID] | list[int]]:
     }
 
 
-_END = sa.text(
+_END = Statement(
     "SELECT e.* FROM budget_end(:root, :reservation, CAST(:attempt AS integer), :claim, :kind,"
-    " CAST(:payload AS text), CAST(:error AS text), :reuses, :close, :who, :lock_ms) AS e"
+    " CAST(:payload AS text), CAST(:error AS text), :reuses, :close, :who, :lock_ms) AS e",
+    {
+        "root": TEXT,
+        "reservation": UUID_,
+        "attempt": INTEGER,
+        "claim": UUID_,
+        "kind": TEXT,
+        "payload": TEXT,
+        "error": TEXT,
+        "reuses": TEXT,
+        "close": BOOLEAN,
+        "who": TEXT,
+        "lock_ms": TEXT,
+    },
+    {
+        "outcome": TEXT,
+        "closed": BOOLEAN,
+        "budgets": TEXTS,
+        "units": TEXTS,
+        "estimated": BIGINTS,
+        "used": BIGINTS,
+        "charged": BIGINTS,
+        "was_over": BOOLEAN,
+        "was_unmetered": BOOLEAN,
+    },
 )
 
 
@@ -156,8 +228,8 @@ def end(
 
     :param closes: whether nothing is to be given again, so that it may be closed at once.
     """
-    row = connection.execute(
-        _END,
+    row = _END.one(
+        connection,
         {
             "root": root,
             "reservation": reservation_id,
@@ -171,7 +243,7 @@ def end(
             "who": who(),
             "lock_ms": str(lock_ms),
         },
-    ).one()
+    )
     if row.outcome != "settled":
         return None
     columns = (row.budgets, row.units, row.estimated, row.used, row.charged)
@@ -180,10 +252,30 @@ def end(
     return Ended("settled", closed=row.closed, settlement=settlement)
 
 
-_RECORD = sa.text(
+_RECORD = Statement(
     "SELECT r.* FROM budget_record(:root, :reservation, CAST(:attempt AS integer), :key,"
     " CAST(:units AS text[]), CAST(:amounts AS bigint[]), :reply, CAST(:details AS text), :who,"
-    " :lock_ms) AS r"
+    " :lock_ms) AS r",
+    {
+        "root": TEXT,
+        "reservation": UUID_,
+        "attempt": INTEGER,
+        "key": TEXT,
+        "units": TEXTS,
+        "amounts": BIGINTS,
+        "reply": BOOLEAN,
+        "details": TEXT,
+        "who": TEXT,
+        "lock_ms": TEXT,
+    },
+    {
+        "outcome": TEXT,
+        "units": TEXTS,
+        "budget": TEXT,
+        "unit": TEXT,
+        "used": BIGINT,
+        "reserved": BIGINT,
+    },
 )
 
 
@@ -201,8 +293,8 @@ def record(
 
     None where the request has ended, or not all is told, or it is to raise.
     """
-    row = connection.execute(
-        _RECORD,
+    row = _RECORD.one(
+        connection,
         {
             "root": root,
             "reservation": reservation_id,
@@ -215,7 +307,7 @@ def record(
             "who": who(),
             "lock_ms": str(lock_ms),
         },
-    ).one()
+    )
     if row.outcome == "general":
         return None
     units = tuple(row.units)

@@ -16,7 +16,10 @@ from celery_budget.errors import InvalidAmount
 from celery_budget.store.journal import who
 from celery_budget.store.schema import balances, journal, now_us
 
-__all__ = ["Key", "Move", "key_of", "lock_balances", "move"]
+__all__ = ["WHOLE", "Key", "Move", "key_of", "lock_balances", "move"]
+
+#: In place of a stripe: all of them.
+WHOLE = -1
 
 
 @dataclass(frozen=True, order=True)
@@ -63,12 +66,14 @@ def lock_balances(connection: Connection, root: str, keys: Iterable[Key]) -> Non
     """Lock balances in order, before it is decided by them whether something fits.
 
     On SQLite the transaction has the one write lock already.
+
+    :param keys: with :data:`WHOLE` as its stripe all of a window's rows.
     """
     wanted = sorted(set(keys))
     if connection.dialect.name == "sqlite" or not wanted:
         return
     connection.execute(
-        _LOCK,
+        _LOCK_WHOLE if any(key.stripe == WHOLE for key in wanted) else _LOCK,
         {
             "root": root,
             "budgets": [key.budget for key in wanted],
@@ -85,6 +90,14 @@ _LOCK = sa.text(
     " ON b.budget = k.budget AND b.window_us = k.window_us AND b.stripe = k.stripe"
     " WHERE b.root = :root"
     ' ORDER BY b.budget COLLATE "C", b.window_us, b.stripe FOR UPDATE OF b'
+)
+
+
+_LOCK_WHOLE = sa.text(
+    "SELECT budget_take(:root, CAST(:budgets AS text[]), CAST(:windows AS bigint[]),"
+    " (SELECT array_agg(nullif(k.stripe, -1) ORDER BY k.n)"
+    " FROM unnest(CAST(:stripes AS smallint[])) WITH ORDINALITY AS k (stripe, n)),"
+    " CAST(:windows AS bigint[]), false)"
 )
 
 

@@ -45,19 +45,22 @@ from celery_budget.store import (
     outbox,
     pace,
     parked,
+    stripes,
     waiting,
 )
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
+from celery_budget.store.standbys import wait_for_standbys
 from celery_budget.store.unready import Unready
 
 #: How many keys are looked for by one statement: PostgreSQL's parser has its depth.
 MOST_KEYS = 2000
 
-#: How budgets stand, and the names of those that a template could make.
-_Standing = tuple[dict[str, Level], set[str]]
+#: How budgets stand, the names of those that a template could make, and which stripes are locked
+#: where some have several.
+_Standing = tuple[dict[str, Level], set[str], stripes.Held | None]
 #: Of new requests what is parked, by key, and the budgets that something else goes ahead at.
 _Before = tuple[dict[tuple[str, str, int], Any], set[str]]
 #: Outcomes for which a batch that is all or none is none.
@@ -135,18 +138,21 @@ def reserve_many(
     # Nothing more is asked where no lane was ever made.
     bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
     fed = {message.queue for _, message in asked if message} if bounded else set()
-    standing = _standing(connection, root, asked, not full) if inserted else ({}, set())
+    standing = _standing(connection, root, asked, not full) if inserted else ({}, set(), None)
     before = _before(connection, root, asked) if inserted and queues else ({}, set())
     trial = _Trial(
         standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
     )
     trial.fed = waiting.fed(connection, root, fed)
+    if len(found) > len(inserted) or before[0]:
+        wait_for_standbys(connection)
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
     kept = {request.reservation_id for (request, _), _ in trial.admitted}
     _delete(connection, root, {row.reservation_id for row in inserted} - kept)
-    _write(connection, root, trial.admitted, delivered_us)
+    drawn = _drawn(connection, root, trial.admitted, standing[2], asked)
+    _write(connection, root, trial.admitted, delivered_us, drawn)
     outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
         outcomes = _with_paces(connection, root, outcomes)
@@ -205,7 +211,7 @@ class _Trial:
         self.outcomes: dict[int, Tried] = {}
         self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
         self.fed: dict[str, waiting.Fed] = {}
-        self._known, self._possible = standing
+        self._known, self._possible, _ = standing
         self._found = found
         self._new = new
         self._full = full
@@ -450,13 +456,46 @@ def _standing(connection: Connection, root: str, asked: Sequence[Asked], locked:
     requests = [request for request, _ in asked]
     known = levels.levels_of(connection, root, names)
     if connection.dialect.name == "sqlite" or not locked:
-        return _with_templates(connection, root, requests, known)
-    keys = _windows(known)
-    lock_balances(connection, root, [Key(*key) for key in keys.items()])
+        return _with_templates(connection, root, requests, known, None)
+    keys, held = _windows(known), None
+    if any(level.spread for level in known.values()):
+        most = stripes.demand(known, (request.lines for request in requests))
+        held = stripes.hold(connection, root, keys, most, _pick(asked))
+    else:
+        lock_balances(connection, root, [Key(*key) for key in keys.items()])
     again = levels.levels_of(connection, root, names, keys)
-    if _windows(again) != keys:
+    is_spread = any(level.spread for level in again.values())
+    if _windows(again) != keys or (is_spread and held is None):
         raise moved(min(names))
-    return _with_templates(connection, root, requests, again)
+    return _with_templates(connection, root, requests, again, held)
+
+
+def _pick(asked: Sequence[Asked]) -> int:
+    return stripes.pick_of(asked[0][0].reservation_id.bytes)
+
+
+def _drawn(
+    connection: Connection,
+    root: str,
+    admitted: Sequence[tuple[Asked, tuple[Draw, ...]]],
+    held: stripes.Held | None,
+    asked: Sequence[Asked],
+) -> dict[str, int]:
+    """Return the stripe that is drawn on of each budget; of what is not told it is the first.
+
+    :raises Unready: where a stripe that was locked alone has not the room it was seen with.
+    """
+    if held is None or not admitted:
+        return {}
+    amounts: Counter[str] = Counter()
+    of: dict[str, int] = {}
+    for _, draws in admitted:
+        amounts.update({draw.budget: draw.amount for draw in draws})
+        of.update({draw.budget: draw.window_us for draw in draws})
+    found = stripes.gather(connection, root, held, of, amounts, _pick(asked))
+    if found is None:
+        raise moved(min(of))
+    return found
 
 
 def _windows(known: dict[str, Level]) -> dict[str, int]:
@@ -464,7 +503,11 @@ def _windows(known: dict[str, Level]) -> dict[str, int]:
 
 
 def _with_templates(
-    connection: Connection, root: str, requests: Sequence[ReserveRequest], known: dict[str, Level]
+    connection: Connection,
+    root: str,
+    requests: Sequence[ReserveRequest],
+    known: dict[str, Level],
+    held: stripes.Held | None,
 ) -> _Standing:
     """Return ``known``, and the names that a template could make, where nothing has to be made now.
 
@@ -475,13 +518,13 @@ def _with_templates(
     asked = [[line.budget for line in request.lines] for request in requests]
     unseen = {name for names in asked for name in names if name not in known}
     if not unseen:
-        return known, set()
+        return known, set(), held
     possible = set(declaring.templates_for(connection, root, unseen))
     wanted = (names for names in asked if not unseen.intersection(names) - possible)
     missing = sorted(unseen.intersection(chain.from_iterable(wanted)))
     if missing:
         raise declaring.not_ready(root, missing)
-    return known, possible
+    return known, possible, held
 
 
 def first_unknown(connection: Connection, root: str, names: Sequence[str]) -> str | None:
@@ -541,6 +584,7 @@ def _write(
     root: str,
     admitted: Sequence[tuple[Asked, tuple[Draw, ...]]],
     delivered_us: int | None,
+    drawn: dict[str, int],
 ) -> None:
     if not admitted:
         return
@@ -548,7 +592,12 @@ def _write(
         connection,
         root,
         [
-            Move(Key(draw.budget, draw.window_us), draw.amount, 0, request.reservation_id)
+            Move(
+                Key(draw.budget, draw.window_us, drawn.get(draw.budget, 0)),
+                draw.amount,
+                0,
+                request.reservation_id,
+            )
             for (request, _), draws in admitted
             for draw in draws
         ],
@@ -556,7 +605,7 @@ def _write(
     )
     insert_lines(
         connection,
-        [line for (request, _), draws in admitted for line in _lines(request, draws)],
+        [line for (request, _), draws in admitted for line in _lines(request, draws, drawn)],
     )
     outbox.enqueue_many(
         connection,
@@ -570,7 +619,9 @@ def _write(
     )
 
 
-def _lines(request: ReserveRequest, draws: tuple[Draw, ...]) -> Iterator[dict[str, Any]]:
+def _lines(
+    request: ReserveRequest, draws: tuple[Draw, ...], drawn: dict[str, int]
+) -> Iterator[dict[str, Any]]:
     for number, draw in enumerate(draws):
         yield {
             "root": request.root,
@@ -578,6 +629,7 @@ def _lines(request: ReserveRequest, draws: tuple[Draw, ...]) -> Iterator[dict[st
             "line": number,
             "budget": draw.budget,
             "window_us": draw.window_us,
+            "stripe": drawn.get(draw.budget, 0),
             "charge": draw.charge,
             "unit": draw.unit,
             "estimate": draw.amount,
@@ -587,11 +639,11 @@ def _lines(request: ReserveRequest, draws: tuple[Draw, ...]) -> Iterator[dict[st
 
 def insert_lines(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     """Insert lines that nothing was used of."""
-    fixed = {"stripe": 0, "used": 0, "settled": 0, "extended": 0}
+    fixed = {"used": 0, "settled": 0, "extended": 0}
     # What comes back makes SQLAlchemy send them in one statement.
     connection.execute(
         lines.insert().returning(lines.c.line),
-        [{**row, **fixed} for row in rows],
+        [{"stripe": 0, **row, **fixed} for row in rows],
         execution_options=AT_ONCE,
     ).all()
 

@@ -41,10 +41,15 @@ class Undone(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """What PostgreSQL is set to, as text, and the path of SQLite's file."""
+    """What PostgreSQL is set to, as text, and the path of SQLite's file.
+
+    :ivar standbys: how many standbys PostgreSQL has, and how many of them are synchronous; none
+        where its user may not see that.
+    """
 
     settings: dict[str, str]
     path: str | None
+    standbys: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,30 @@ def read_server(connection: Connection) -> Server:
             sa.text("SELECT name, setting FROM pg_settings WHERE name = ANY(:names)"),
             {"names": list(SETTINGS)},
         )
-        return Server({row.name: row.setting for row in rows}, None)
+        return Server({row.name: row.setting for row in rows}, None, _read_standbys(connection))
     for row in connection.execute(sa.text("PRAGMA database_list")):
         if row.name == "main":
             return Server({}, row.file or None)
     return Server({}, None)
+
+
+def _read_standbys(connection: Connection) -> tuple[int, int] | None:
+    """Count who follows the server, but for those who only take what they decode, or a backup.
+
+    Of all of them a user sees that they are there; of others' sessions no more than that, without
+    the role ``pg_read_all_stats``.
+    """
+    row = connection.execute(
+        sa.text(
+            "SELECT count(*) FILTER (WHERE state IN ('streaming', 'catchup')) AS standbys,"
+            " count(*) FILTER (WHERE sync_state IN ('sync', 'quorum')) AS synchronous,"
+            " count(*) FILTER (WHERE state IS NULL) AS unseen"
+            " FROM pg_stat_replication WHERE pid NOT IN"
+            " (SELECT active_pid FROM pg_replication_slots"
+            "  WHERE slot_type = 'logical' AND active_pid IS NOT NULL)"
+        )
+    ).one()
+    return None if row.unseen else (int(row.standbys), int(row.synchronous))
 
 
 def read_tables(connection: Connection, root: str) -> Tables:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -107,9 +107,29 @@ def claim_due(
     when the time is over: the message may then be published twice, and is claimed once. Of two
     relays the last one to take a row has it: the other one's fence is gone.
     """
+    # No name of a column of the outbox, which would be a value to write.
+    values = {"of_root": root, "of_broker": broker, "most": limit}
+    if connection.dialect.name != "postgresql":
+        found = connection.execute(_next("sqlite"), values).all()
+        return _take_in_turn(connection, root, limit, hold_us, fence, found)
     found = connection.execute(
-        _next(connection.dialect.name), {"root": root, "broker": broker, "most": limit}
+        _take_plain(), {**values, "hold_us": hold_us, "fence": fence, "bytes": MOST_BYTES}
     ).all()
+    if any(row.order_key is not None or row.told_until is not None for row in found):
+        return _take_in_turn(connection, root, limit, hold_us, fence, found)
+    messages = tuple(_due(row, row) for row in found if row.task_id is not None)
+    return Batch(fence, messages, 0, len(found) == limit or len(messages) < len(found))
+
+
+def _take_in_turn(
+    connection: Connection,
+    root: str,
+    limit: int,
+    hold_us: int,
+    fence: uuid.UUID,
+    found: Sequence[sa.Row[Any]],
+) -> Batch:
+    """Take of messages that were found and locked those that may be published now."""
     found, full = _hold_back(connection, root, found), len(found) == limit
     in_turn = _in_turn(found)
     behind = pass_by(connection, root, [row for row in found if row.outbox_id not in in_turn])
@@ -120,20 +140,22 @@ def claim_due(
         _TAKE, {"of_root": root, "ids": list(turns), "hold_us": hold_us, "fence": fence}
     ).all()
     taken = {row.outbox_id: row for row in rows}
-    messages = tuple(
-        Due(
-            outbox_id,
-            row.reservation_id,
-            replace(message_of(row), left_us=row.left_us),
-            before.due_us,
-            row.left_us is not None and row.left_us <= 0,
-            bool(before.started),
-            row.failures,
-        )
-        for outbox_id, before in turns.items()
-        for row in [taken[outbox_id]]
-    )
+    messages = tuple(_due(before, taken[outbox_id]) for outbox_id, before in turns.items())
     return Batch(fence, messages, behind, full or len(messages) < len(in_turn))
+
+
+def _due(found: sa.Row[Any], taken: sa.Row[Any]) -> Due:
+    """Return a message as a relay has it, from how it was found and what was taken."""
+    left_us = taken.left_us
+    return Due(
+        found.outbox_id,
+        taken.reservation_id,
+        message_of(taken, left_us=left_us),
+        found.due_us,
+        left_us is not None and left_us <= 0,
+        bool(found.started),
+        taken.failures,
+    )
 
 
 #: Made once, as all statements of a claim: making them takes longer than they take.
@@ -156,6 +178,60 @@ _TAKE = (
 
 
 @cache
+def _take_plain() -> sa.Select[Any]:
+    """Return what takes the next messages on PostgreSQL, if nothing has to be decided about any.
+
+    Where one of them has an order key, or waits for a result, it finds and locks them, and takes
+    none. Of those that are too large together the rest are not taken.
+    """
+    found = _next("postgresql").cte("found")
+    place = (found.c.rank, found.c.due_us, found.c.outbox_id)
+    numbered = sa.select(
+        found.c.outbox_id,
+        sa.func.row_number().over(order_by=place).label("number"),
+        sa.func.sum(found.c.size).over(order_by=place).label("bytes"),
+    ).subquery("numbered")
+    undecided = sa.exists().where(
+        sa.or_(found.c.order_key.is_not(None), found.c.told_until.is_not(None))
+    )
+    taken = (
+        outbox.update()
+        .where(
+            outbox.c.root == sa.bindparam("of_root"),
+            outbox.c.outbox_id == numbered.c.outbox_id,
+            sa.or_(
+                numbered.c.number == 1,
+                numbered.c.bytes <= sa.bindparam("bytes", type_=sa.BigInteger),
+            ),
+            ~undecided,
+        )
+        .values(
+            due_us=now_us() + sa.bindparam("hold_us", type_=sa.BigInteger),
+            taken_by=sa.bindparam("fence"),
+        )
+        .returning(
+            outbox.c.outbox_id.label("taken_id"),
+            outbox.c.reservation_id,
+            outbox.c.task_id,
+            outbox.c.task_name,
+            outbox.c.body,
+            outbox.c.envelope,
+            outbox.c.queue,
+            outbox.c.expires_us,
+            outbox.c.broker,
+            outbox.c.failures,
+            (outbox.c.expires_us - now_us()).label("left_us"),
+        )
+        .cte("taken")
+    )
+    return (
+        sa.select(found, *(column for column in taken.c if column.key != "taken_id"))
+        .select_from(found.outerjoin(taken, taken.c.taken_id == found.c.outbox_id))
+        .order_by(*place)
+    )
+
+
+@cache
 def _next(dialect: str) -> sa.Select[Any]:
     """Return what selects the next messages for a broker, locks them, and skips what is locked.
 
@@ -172,7 +248,12 @@ def _next(dialect: str) -> sa.Select[Any]:
     if dialect != "postgresql":
         return candidates.order_by(outbox.c.rank, outbox.c.due_us, outbox.c.outbox_id).limit(most)
     ready = candidates.order_by(outbox.c.due_us, outbox.c.outbox_id).limit(most)
-    ranks = sa.func.generate_series(0, RANKS - 1).table_valued("number").render_derived("ranks")
+    # Written out: of parameters it would take a thousand, and plan anew for each claim.
+    ranks = (
+        sa.func.generate_series(sa.text("0"), sa.text(str(RANKS - 1)))
+        .table_valued("number")
+        .render_derived("ranks")
+    )
     each = (
         ready.where(outbox.c.rank == ranks.c.number)
         .with_for_update(skip_locked=True, of=outbox)
@@ -182,7 +263,7 @@ def _next(dialect: str) -> sa.Select[Any]:
 
 
 def _candidates() -> sa.Select[Any]:
-    root: sa.BindParameter[str] = sa.bindparam("root")
+    root: sa.BindParameter[str] = sa.bindparam("of_root")
     # A value and no EXISTS, for which PostgreSQL may read all that ever ended, of every root.
     started = (
         sa.select(reservations.c.state.not_in(CLAIMABLE))
@@ -194,6 +275,7 @@ def _candidates() -> sa.Select[Any]:
     )
     return sa.select(
         outbox.c.outbox_id,
+        outbox.c.rank,
         outbox.c.due_us,
         outbox.c.order_key,
         outbox.c.created_us,
@@ -202,7 +284,7 @@ def _candidates() -> sa.Select[Any]:
         predecessor(root).label("follows"),
     ).where(
         outbox.c.root == root,
-        outbox.c.broker == sa.bindparam("broker"),
+        outbox.c.broker == sa.bindparam("of_broker"),
         sa.text(IS_NEXT),
         outbox.c.due_us <= instant(),
     )
@@ -321,6 +403,13 @@ def pass_by(connection: Connection, root: str, rows: Sequence[sa.Row[Any]]) -> i
     return len(passed)
 
 
+#: By one statement on PostgreSQL.
+_MARK = sa.text(
+    "SELECT marked, order_keys FROM budget_mark_published("
+    ":root, :fence, CAST(:ids AS uuid[]), CAST(:held AS uuid[]), :again)"
+).bindparams(sa.bindparam("fence", type_=sa.Uuid))
+
+
 def _taken(root: str, fence: uuid.UUID, ids: Iterable[uuid.UUID]) -> sa.ColumnElement[bool]:
     """Rows that are still in the batch with this fence."""
     return sa.and_(
@@ -347,21 +436,18 @@ def mark_published(
     :param again_us: how long until a message that was never started is looked at again, for the
         first time; doubled with each time it is published.
     """
+    key = {"root": root, "fence": fence}
     held = sorted({due.reservation_id for due in published if due.reservation_id is not None})
-    if held:
-        connection.execute(
-            sa.select(reservations.c.state)
-            .where(reservations.c.root == root, reservations.c.reservation_id.in_(held))
-            .order_by(reservations.c.reservation_id)
-            .with_for_update()
-        )
+    ids = [due.outbox_id for due in published]
+    if connection.dialect.name == "postgresql":
+        row = connection.execute(_MARK, {**key, "ids": ids, "held": held, "again": again_us}).one()
+        if row.order_keys is not None:
+            let_follow(connection, root, row.order_keys)
+        return int(row.marked)
     rows = connection.execute(
         sa.select(
             outbox.c.outbox_id, outbox.c.reservation_id, outbox.c.parent_id, outbox.c.order_key
-        )
-        .where(_taken(root, fence, [due.outbox_id for due in published]))
-        .order_by(outbox.c.outbox_id)
-        .with_for_update()
+        ).where(_taken(root, fence, ids))
     ).all()
     started = [row.reservation_id for row in rows if row.reservation_id is not None]
     if started:
@@ -438,22 +524,26 @@ def reschedule(
     connection: Connection,
     root: str,
     fence: uuid.UUID,
-    outbox_id: uuid.UUID,
-    wait_us: int,
+    waits_us: Mapping[uuid.UUID, int],
     error: str,
     failed: bool,
 ) -> None:
-    """Give one message back, to be tried again in ``wait_us``.
+    """Give messages back, each to be tried again in that time.
 
-    Nothing happens where another relay has taken it since. One statement, locking the message.
+    Those that another relay has taken since are left alone. Locks the messages by id.
 
-    :param failed: whether it counts as the message's own failure, not the broker's.
+    :param failed: whether it counts as the messages' own failure, not the broker's.
     """
+    rows = _taken(root, fence, waits_us)
+    if len(waits_us) > 1:
+        connection.execute(
+            sa.select(outbox.c.state).where(rows).order_by(outbox.c.outbox_id).with_for_update()
+        )
     connection.execute(
         outbox.update()
-        .where(_taken(root, fence, [outbox_id]))
+        .where(rows)
         .values(
-            due_us=now_us() + wait_us,
+            due_us=now_us() + sa.case(dict(waits_us), value=outbox.c.outbox_id),
             failures=outbox.c.failures + int(failed),
             last_error=error,
             taken_by=None,

@@ -30,6 +30,7 @@ from celery_budget.store.budgets import (
     reopen,
     rows_of,
 )
+from celery_budget.store.levels import MAX_DEPTH
 from celery_budget.store.schema import (
     IS_TEMPLATE,
     adjustments,
@@ -50,9 +51,6 @@ __all__ = [
     "template_for",
     "templates_for",
 ]
-
-#: How many budgets may be above one another.
-MAX_DEPTH = 16
 
 
 def declare(
@@ -91,6 +89,8 @@ def declare(
     )
     if before.parent != budget.parent:
         parked.look_anew(connection, root)
+    if before.stripes != budget.stripes and not is_template(budget.name):
+        windows.spread(connection, root, budget.name, budget.stripes or 1)
     if before.period != budget.period and not is_template(budget.name):
         windows.retime(connection, root, budget.name, budget.period)
     return True
@@ -184,7 +184,7 @@ def _columns(budget: Budget) -> dict[str, Any]:
         "anchor_day": budget.period.anchor_day,
         "soft_stop": budget.soft_stop,
         "hard_stop": budget.hard_stop,
-        "stripes": budget.stripes,
+        "stripes": budget.stripes or 0,
         "weight": budget.weight,
         "alert_at": None if budget.alert_at is None else ",".join(map(str, budget.alert_at)),
     }
@@ -198,13 +198,15 @@ def _insert(connection: Connection, root: str, budget: Budget, template: str | N
             **_columns(budget),
             state=OPEN,
             template=template,
+            spread=windows.rows_for(connection, budget.stripes or 1),
             created_us=now_us(),
             updated_us=now_us(),
         )
     )
     if not is_template(budget.name):
         window = budget.period.window(windows.read_now(connection))
-        windows.insert_window(connection, root, budget.name, window.start_us, window.end_us)
+        rows = windows.rows_for(connection, budget.stripes or 1)
+        windows.insert_window(connection, root, budget.name, window.start_us, window.end_us, rows)
 
 
 def _check_parent(

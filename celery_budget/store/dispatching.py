@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.dispatch import Snapshot, Waiting, choose, unseen
-from celery_budget.core.lanes import TICK_US
+from celery_budget.core.lanes import TICK_US, Load
 from celery_budget.core.reservations import CLAIMABLE
 from celery_budget.store import deadlines, shares, untold
 from celery_budget.store.claims import EXPIRED, pass_by, predecessor
@@ -87,7 +87,8 @@ def dispatch(connection: Connection, root: str, name: str) -> int:
     asleep = lane.preflight and (not row.awake or row.is_stale)
     if lane.paused or asleep or (lane.burst_units is not None and row.ticks):
         return 0
-    queued, running = loads(connection, root, name)
+    # Where it has no limit to it, what was let go is not counted, however much that is.
+    queued, running = loads(connection, root, name) if lane.is_limited else (Load(), Load())
     if lane.full(queued, running) is not None:
         return 0
     heads, each = _heads(connection, root, row)

@@ -30,6 +30,7 @@ __all__ = [
     "Driver",
     "driver_beneath",
     "driver_of",
+    "is_lent",
     "lent",
     "loaded",
 ]
@@ -333,6 +334,8 @@ def loaded(module: str, name: str) -> Any:
 
 _lending: ContextVar[Any] = ContextVar("budget_lending")
 _engines: WeakKeyDictionary[Engine, Engine] = WeakKeyDictionary()
+#: Marks connections that are a caller's.
+_LENT = "budget_lent"
 
 
 @contextmanager
@@ -353,6 +356,11 @@ def lent(driver: Driver, own: Engine) -> Iterator[Connection]:
         _lending.reset(token)
 
 
+def is_lent(connection: Connection) -> bool:
+    """Tell whether the transaction is a caller's, which may go on for long when we are through."""
+    return bool(connection.get_execution_options().get(_LENT))
+
+
 def _lending_now() -> Any:
     return _lending.get()
 
@@ -362,6 +370,12 @@ def _lent_engine(base: Engine) -> Engine:
     engine = _engines.get(base)
     if engine is None:
         pool = sa.NullPool(_lending_now, dialect=base.dialect, reset_on_return=None)
-        engine = Engine(pool, base.dialect, base.url, hide_parameters=base.hide_parameters)
+        engine = Engine(
+            pool,
+            base.dialect,
+            base.url,
+            hide_parameters=base.hide_parameters,
+            execution_options={_LENT: True},
+        )
         _engines[base] = engine
     return engine

@@ -11,14 +11,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.engine import Connection, Engine, ExceptionContext
+from sqlalchemy.engine import Connection, Dialect, Engine
 from sqlalchemy.pool import PoolProxiedConnection
 
 from celery_budget.core.backoff import backoff_seconds
@@ -53,9 +54,14 @@ GATE_SECONDS = 30.0
 #: A transaction that does nothing for so many times as long as others wait for its locks is broken
 #: off: its process was stopped, or its machine cut off, and would hold them for as long.
 IDLE = 2
+#: And plans do not depend on luck: one that was made while a table was nearly empty is kept in its
+#: session, and must not read all of it once a million rows are there. Every table has a key that
+#: begins with the root, by which it is read instead. Where none would do, that counts as very dear,
+#: for which no code is compiled.
 _LIMITS = sa.text(
     "SELECT set_config('lock_timeout', :lock, true),"
-    " set_config('idle_in_transaction_session_timeout', :idle, true)"
+    " set_config('idle_in_transaction_session_timeout', :idle, true),"
+    " set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)"
 )
 
 #: What PostgreSQL calls a lock that was not had in time.
@@ -201,8 +207,7 @@ class Store:
         with self.translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
 
-    @contextmanager
-    def statement(self) -> Iterator[Connection]:
+    def statement(self) -> AbstractContextManager[Connection]:
         """Open a connection on which each statement is its own transaction.
 
         On SQLite, where nothing is saved by that, it is one transaction; so it is on a server
@@ -210,14 +215,15 @@ class Store:
         (:class:`~celery_budget.store.prepared.Statement`) is sent past SQLAlchemy.
         """
         if self.dialect == "sqlite" or not self._reads_committed():
-            with self.transaction() as connection:
-                yield connection
-        elif is_direct(self._engine):
-            with self.translated(), Direct(self._autocommit) as connection:
-                yield connection
-        else:
-            with self.translated(), self._autocommit.connect() as connection:
-                yield connection
+            return self.transaction()
+        if is_direct(self._engine):
+            return _Statement(self, self._autocommit)
+        return self._in_autocommit()
+
+    @contextmanager
+    def _in_autocommit(self) -> Iterator[Connection]:
+        with self.translated(), self._autocommit.connect() as connection:
+            yield connection
 
     @contextmanager
     def apart(self, url: str = "") -> Iterator[Connection]:
@@ -485,6 +491,34 @@ class Store:
             raise StoreError(f"the ledger's database {url} failed: {error}") from error
 
 
+class _Statement:
+    """A connection past SQLAlchemy, whose errors are raised as ours; quicker than a generator."""
+
+    def __init__(self, store: Store, engine: Engine) -> None:
+        self._store = store
+        self._engine = engine
+
+    def __enter__(self) -> Connection:
+        try:
+            self._connection = Direct(self._engine)
+        except Exception:
+            with self._store.translated():
+                raise
+        return self._connection
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._connection.close()
+            return
+        with self._store.translated(), self._connection:
+            raise error
+
+
 def _shown(engine: Engine) -> str:
     return engine.url.render_as_string(hide_password=True)
 
@@ -531,7 +565,7 @@ def _create_engine(
         _prepare_sqlite(engine, lock_ms)
         return engine
     clock.watch(engine)
-    event.listen(engine, "handle_error", _leave)
+    _leave_what_cannot_be_written(engine.dialect)
     if engine.dialect.driver == "psycopg":
         # It is an extra.
         from celery_budget.store import hanging
@@ -562,15 +596,19 @@ def _with_hosts(url: str) -> str:
 _LEFT = ("0A000", "25006", "57P01", "57P02", "57P03")
 
 
-def _leave(context: ExceptionContext) -> None:
+def _leave_what_cannot_be_written(dialect: Dialect) -> None:
     """Have the connections of a server that cannot be written to left for new ones.
 
     Which server those reach is for the URL to say, or a proxy.
     """
-    error = context.sqlalchemy_exception
-    state = state_of(error) if isinstance(error, exc.DBAPIError) else None
-    if state is not None and (state in _LEFT or state.startswith("08")):
-        context.is_disconnect = True
+    is_lost = dialect.is_disconnect
+
+    def is_disconnect(error: Any, connection: Any, cursor: Any) -> bool:
+        state = _state(error) or ""
+        return is_lost(error, connection, cursor) or state in _LEFT or state.startswith("08")
+
+    # Asked wherever an error of the driver is met.
+    vars(dialect)["is_disconnect"] = is_disconnect
 
 
 #: How long psycopg waits for a server that does not answer, in seconds and milliseconds: without
@@ -665,11 +703,15 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
 
 def state_of(error: exc.DBAPIError) -> str | None:
     """Return PostgreSQL's code of an error, from any of its drivers; none of SQLite's."""
-    said = next(iter(getattr(error.orig, "args", ())), None)
+    return _state(error.orig)
+
+
+def _state(error: object) -> str | None:
+    said = next(iter(getattr(error, "args", ())), None)
     # psycopg and asyncpg, psycopg2, pg8000.
     states = (
-        getattr(error.orig, "sqlstate", None),
-        getattr(error.orig, "pgcode", None),
+        getattr(error, "sqlstate", None),
+        getattr(error, "pgcode", None),
         said.get("C") if isinstance(said, dict) else None,
     )
     return next((str(state) for state in states if state), None)

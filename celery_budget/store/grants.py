@@ -17,7 +17,7 @@ from celery_budget.core.draws import Level
 from celery_budget.core.periods import FOREVER_US
 from celery_budget.errors import InvalidAmount, InvalidBudget, KeyConflict, UnknownBudget
 from celery_budget.store import levels
-from celery_budget.store.balances import Key, Move, lock_balances, move
+from celery_budget.store.balances import WHOLE, Key, Move, lock_balances, move
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
 from celery_budget.store.schema import adjustments, grants, now_us
@@ -127,7 +127,7 @@ def adjust(
     if not written:
         _check_same(_row(connection, adjustments, root, key), same, key, "adjustment")
         return False
-    lock_balances(connection, root, [Key(budget, window_us)])
+    lock_balances(connection, root, [Key(budget, window_us, WHOLE)])
     level = levels.levels_of(connection, root, [budget], {budget: window_us})[budget]
     if level.spent + amount < 0:
         raise InvalidAmount(

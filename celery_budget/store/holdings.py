@@ -48,14 +48,14 @@ REFUSED_DAYS = 31
 def _held(root: str, budget: str) -> Any:
     """Select what each request that has not ended holds of a budget.
 
-    The amount is a value and no join, for which a database may read all lines of the budget.
+    The amount is a value of the request's own lines, and neither a join nor looked for by the
+    budget, for which a database without statistics may read all lines of the budget each time.
     """
     amount = (
-        sa.select(sa.func.sum(lines.c.reserved))
+        sa.select(sa.func.sum(sa.case((lines.c.budget == budget, lines.c.reserved))))
         .where(
             lines.c.root == root,
             lines.c.reservation_id == reservations.c.reservation_id,
-            lines.c.budget == budget,
         )
         .correlate(reservations)
         .scalar_subquery()
@@ -119,22 +119,31 @@ def what_follows(connection: Connection, root: str, ids: Sequence[uuid.UUID]) ->
 
 def windows(connection: Connection, root: str, budget: str) -> Rows:
     """Return the windows of a budget that are open, or have ended and are held from, in order."""
+    held = balances.alias("held")
+    opened = sa.and_(held.c.window_us <= instant(), held.c.end_us > instant())
     is_open = sa.and_(balances.c.window_us <= instant(), balances.c.end_us > instant())
     return list(
         connection.execute(
             sa.select(
                 balances.c.window_us,
                 balances.c.end_us,
-                balances.c.reserved,
-                balances.c.spent,
+                sa.cast(sa.func.sum(balances.c.reserved), sa.BigInteger).label("reserved"),
+                sa.cast(sa.func.sum(balances.c.spent), sa.BigInteger).label("spent"),
                 is_open.label("is_open"),
             )
             .where(
                 balances.c.root == root,
                 balances.c.budget == budget,
-                sa.or_(balances.c.reserved > 0, is_open),
+                balances.c.window_us.in_(
+                    sa.select(held.c.window_us).where(
+                        held.c.root == root,
+                        held.c.budget == budget,
+                        sa.or_(held.c.reserved > 0, opened),
+                    )
+                ),
             )
-            .order_by(balances.c.window_us, balances.c.stripe)
+            .group_by(balances.c.window_us, balances.c.end_us)
+            .order_by(balances.c.window_us)
         )
     )
 

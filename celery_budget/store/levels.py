@@ -11,7 +11,10 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.draws import Level
 from celery_budget.store.schema import balances, budgets, grants, instant
 
-__all__ = ["levels_of", "rows_above", "select_levels"]
+__all__ = ["MAX_DEPTH", "levels_of", "rows_above", "select_levels"]
+
+#: How many budgets may be above one another.
+MAX_DEPTH = 16
 
 
 def levels_of(
@@ -46,7 +49,10 @@ def rows_above(
             above.c.root == root, above.c.name == up.c.parent
         )
     )
-    statement = select_levels(root, windows or {}).where(budgets.c.name.in_(sa.select(up.c.name)))
+    # No more than that are above: PostgreSQL takes them for a hundred, for which it would rather
+    # read all budgets and balances there are.
+    found = sa.select(up.c.name).limit((MAX_DEPTH + 1) * len(wanted))
+    statement = select_levels(root, windows or {}).where(budgets.c.name.in_(found))
     return list(connection.execute(statement))
 
 
@@ -63,8 +69,9 @@ def level(row: sa.Row[Any]) -> Level:
         row.hard_stop,
         row.state,
         row.window_us,
-        row.reserved or 0,
-        row.spent or 0,
+        int(row.reserved or 0),
+        int(row.spent or 0),
+        row.spread if row.share is not None else 0,
     )
 
 
@@ -109,9 +116,26 @@ def select_levels(root: str, windows: dict[str, int]) -> sa.Select[Any]:
             granted.label("granted"),
             balances.c.window_us,
             balances.c.end_us,
-            balances.c.reserved,
-            balances.c.spent,
+            _of_all(balances.c.reserved).label("reserved"),
+            _of_all(balances.c.spent).label("spent"),
+            balances.c.share,
         )
         .outerjoin(balances, current)
         .where(budgets.c.root == root)
     )
+
+
+def _of_all(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    """Return a counter of a window: of all of its rows, where it has several."""
+    row = balances.alias("row")
+    every = (
+        sa.select(sa.func.sum(row.c[column.name]))
+        .where(
+            row.c.root == balances.c.root,
+            row.c.budget == balances.c.budget,
+            row.c.window_us == balances.c.window_us,
+        )
+        .correlate(balances)
+        .scalar_subquery()
+    )
+    return sa.case((balances.c.share.is_(None), column), else_=every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import ReserveRequest
 from celery_budget.store import advisory, shares
+from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import AT_ONCE, insert_new
 from celery_budget.store.schema import (
     IS_HELD,
@@ -29,8 +31,11 @@ from celery_budget.store.waiting import feeding
 #: How many messages of one order key are let go at a time, and how many keys by one statement.
 FOLLOWERS = 100
 KEYS_AT_ONCE = 100
+#: How many messages that are kept are looked at, at a time, whether they may go.
+KEPT_AT_ONCE = 1000
 
 __all__ = [
+    "Pruned",
     "columns_of",
     "delete",
     "drop",
@@ -52,8 +57,11 @@ __all__ = [
 ]
 
 
-def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
-    """Return the message that a row of the outbox, or a parked one, keeps."""
+def message_of(row: sa.Row[Any], due_us: int = 0, left_us: int | None = None) -> WireMessage:
+    """Return the message that a row of the outbox, or a parked one, keeps.
+
+    :param left_us: how long until it expires, by the database's clock.
+    """
     return WireMessage(
         row.task_id,
         row.task_name,
@@ -65,6 +73,7 @@ def message_of(row: sa.Row[Any], due_us: int = 0) -> WireMessage:
         row.rank,
         row.order_key,
         row.broker,
+        left_us,
     )
 
 
@@ -165,9 +174,13 @@ def lock_orders(connection: Connection, root: str, messages: Iterable[WireMessag
 
 
 def wake(connection: Connection, root: str) -> None:
-    """Have a relay that sleeps told at commit (PostgreSQL); elsewhere it looks by itself."""
+    """Have a relay that sleeps told at commit (PostgreSQL); elsewhere it looks by itself.
+
+    Takes the rows of relays that sleep, passing by what is locked: of several that commit one tells
+    them. A caller's transaction takes none.
+    """
     if connection.dialect.name == "postgresql":
-        connection.execute(sa.select(sa.func.budget_wake(root)))
+        connection.execute(sa.select(sa.func.budget_wake(root, is_lent(connection))))
 
 
 def wake_lane(connection: Connection, reservation: sa.Row[Any]) -> None:
@@ -451,39 +464,75 @@ def delete(
     return gone
 
 
-def prune(connection: Connection, root: str, limit: int) -> int:
+@dataclass(frozen=True)
+class Pruned:
+    """What one look at messages came to that are kept against a replay of their parent.
+
+    :ivar count: how many were deleted.
+    :ivar after: what is to be looked at next comes after this one; none where that was all.
+    """
+
+    count: int
+    after: uuid.UUID | None
+
+
+def prune(connection: Connection, root: str, limit: int, after: uuid.UUID | None = None) -> Pruned:
     """Delete up to ``limit`` published messages without a reservation whose parent is closed.
 
-    Until then they keep a replay of the parent from publishing them again. Locks what it deletes,
-    and skips what is locked. Returns how many there were.
+    Until then they keep a replay of the parent from publishing them again. Looks at the next
+    :data:`KEPT_AT_ONCE`, by their ids, and reads no more, however many there are. Locks what it
+    deletes, and skips what is locked.
+
+    :param after: where the last look has ended; none to begin anew.
     """
-    parent_has_open_attempt = sa.exists().where(
-        attempts.c.root == root,
-        attempts.c.reservation_id == outbox.c.parent_id,
-        attempts.c.lease_until_us.is_not(None),
+    # Values and no EXISTS, for which PostgreSQL may read all that is open.
+    parent_is_open = (
+        sa.select(reservations.c.ended_us.is_(None))
+        .where(reservations.c.root == root, reservations.c.reservation_id == outbox.c.parent_id)
+        .scalar_subquery()
     )
-    parent_has_not_ended = sa.exists().where(
-        reservations.c.root == root,
-        reservations.c.reservation_id == outbox.c.parent_id,
-        reservations.c.ended_us.is_(None),
+    open_attempt = (
+        sa.select(attempts.c.attempt)
+        .where(
+            attempts.c.root == root,
+            attempts.c.reservation_id == outbox.c.parent_id,
+            attempts.c.lease_until_us.is_not(None),
+        )
+        .limit(1)
+        .scalar_subquery()
     )
-    ids = (
+    rows = connection.execute(
+        sa.select(
+            outbox.c.outbox_id,
+            parent_is_open.label("parent_is_open"),
+            open_attempt.label("open_attempt"),
+        )
+        .where(
+            outbox.c.root == root,
+            sa.text(IS_KEPT),
+            sa.true() if after is None else outbox.c.outbox_id > after,
+        )
+        .order_by(outbox.c.outbox_id)
+        .limit(KEPT_AT_ONCE)
+    ).all()
+    gone = [row.outbox_id for row in rows if not row.parent_is_open and row.open_attempt is None]
+    more = rows[-1].outbox_id if len(rows) == KEPT_AT_ONCE else None
+    if len(gone) > limit:
+        gone = gone[:limit]
+        more = gone[-1]
+    if not gone:
+        return Pruned(0, more)
+    mine = (
         connection.execute(
             sa.select(outbox.c.outbox_id)
-            .where(
-                outbox.c.root == root,
-                sa.text(IS_KEPT),
-                ~parent_has_open_attempt,
-                ~parent_has_not_ended,
-            )
-            .limit(limit)
+            .where(outbox.c.root == root, outbox.c.outbox_id.in_(gone), sa.text(IS_KEPT))
             .with_for_update(skip_locked=True)
         )
         .scalars()
         .all()
     )
-    if ids:
+    if mine:
         connection.execute(
-            outbox.delete().where(outbox.c.root == root, outbox.c.outbox_id.in_(ids))
+            outbox.delete().where(outbox.c.root == root, outbox.c.outbox_id.in_(mine))
         )
-    return len(ids)
+    return Pruned(len(mine), more)

@@ -12,8 +12,8 @@ from celery_budget.core.draws import OPEN, Draw, Level, decide, queued
 from celery_budget.core.lanes import Lane
 from celery_budget.core.reservations import Backlogged, Full, Line, Refused, Unknown
 from celery_budget.store import backlog, pace, parked, waiting
-from celery_budget.store.declaring import MAX_DEPTH, templates_for
-from celery_budget.store.levels import levels_of
+from celery_budget.store.declaring import templates_for
+from celery_budget.store.levels import MAX_DEPTH, levels_of
 
 __all__ = ["look", "look_through"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - it is a class
@@ -28,6 +27,7 @@ __all__ = [
     "BOOLEAN",
     "BYTES",
     "INTEGER",
+    "INTEGERS",
     "TEXT",
     "TEXTS",
     "UUIDS",
@@ -79,8 +79,26 @@ def _array(of: Kind) -> Callable[[Sequence[Any]], bytes]:
     return dump
 
 
-def _unread(value: bytes) -> Any:
-    raise NotImplementedError("no statement returns an array")
+def _elements(of: Kind) -> Callable[[bytes], list[Any]]:
+    """Return what reads an array of one dimension."""
+
+    def load(raw: bytes) -> list[Any]:
+        dimensions, _, _ = _EMPTY.unpack_from(raw)
+        values: list[Any] = []
+        at = _ARRAY.size
+        for _ in range(_ARRAY.unpack_from(raw)[3] if dimensions else 0):
+            [length] = _INT4.unpack_from(raw, at)
+            at += _INT4.size
+            values.append(None if length < 0 else of.load(raw[at : at + length]))
+            at += max(0, length)
+        return values
+
+    return load
+
+
+def _many(oid: int, of: Kind) -> Kind:
+    """Return the type of arrays of another one."""
+    return Kind(oid, _array(of), _elements(of))
 
 
 TEXT = Kind(25, _text, bytes.decode)
@@ -89,9 +107,10 @@ INTEGER = Kind(23, _INT4.pack, lambda raw: _INT4.unpack(raw)[0])
 BOOLEAN = Kind(16, (b"\0", b"\1").__getitem__, b"\1".__eq__)
 UUID_ = Kind(2950, lambda value: value.bytes, lambda raw: UUID(bytes=raw))
 BYTES = Kind(17, bytes, bytes)
-TEXTS = Kind(1009, _array(TEXT), _unread)
-BIGINTS = Kind(1016, _array(BIGINT), _unread)
-UUIDS = Kind(2951, _array(UUID_), _unread)
+TEXTS = _many(1009, TEXT)
+INTEGERS = _many(1007, INTEGER)
+BIGINTS = _many(1016, BIGINT)
+UUIDS = _many(2951, UUID_)
 
 
 class Statement:
@@ -110,8 +129,7 @@ class Statement:
         self.oids = [kind.oid for kind in given.values()]
         self.formats = [1] * len(given)
         self._dumps = [(name, kind.dump) for name, kind in given.items()]
-        self._loads = [kind.load for kind in found.values()]
-        self._make: Callable[[list[Any]], Any] = _row(*found)._make
+        self._columns = {name: (n, kind.load) for n, (name, kind) in enumerate(found.items())}
 
     def one(self, connection: Connection, values: Mapping[str, Any]) -> Any:
         """Execute it, and return its one row."""
@@ -129,18 +147,30 @@ class Statement:
         given = [(values[name], dump) for name, dump in self._dumps]
         return [None if value is None else dump(value) for value, dump in given]
 
-    def loaded(self, result: Any) -> list[Any]:
+    def loaded(self, result: Any) -> list[Row]:
         """Return the rows of a result."""
-        read, make, columns = result.get_value, self._make, [*enumerate(self._loads)]
-        return [
-            make(
-                [
-                    None if (raw := read(row, column)) is None else load(raw)
-                    for column, load in columns
-                ]
-            )
-            for row in range(result.ntuples)
-        ]
+        return [Row(result, row, self._columns) for row in range(result.ntuples)]
+
+
+class Row:
+    """A row of a result, of which each column is read when it is asked for."""
+
+    __slots__ = ("_columns", "_number", "_result")
+
+    def __init__(
+        self, result: Any, number: int, columns: Mapping[str, tuple[int, Callable[[bytes], Any]]]
+    ) -> None:
+        self._result = result
+        self._number = number
+        self._columns = columns
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            column, load = self._columns[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        raw = self._result.get_value(self._number, column)
+        return None if raw is None else load(raw)
 
 
 class Direct(Connection):
@@ -152,6 +182,8 @@ class Direct(Connection):
     :param engine: one in autocommit.
     """
 
+    _fairy: PoolProxiedConnection | Any
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.dialect = engine.dialect
@@ -159,6 +191,8 @@ class Direct(Connection):
             self._fairy = engine.raw_connection()
         except engine.dialect.loaded_dbapi.Error as error:
             raise _wrapped(engine, None, error, lost=False) from error
+        #: Whether the last that was done here has left no transaction behind.
+        self._clean = True
 
     def __getattr__(self, name: str) -> Any:
         if "_fairy" not in vars(self) or "_allow_autobegin" in vars(self):
@@ -170,6 +204,9 @@ class Direct(Connection):
         """Give the connection back to its pool."""
         if "_allow_autobegin" in vars(self):
             super().close()
+        elif self._clean:
+            # As SQLAlchemy does once a transaction has ended: nothing is left to roll back.
+            self._fairy._close_special(transaction_reset=True)
         else:
             self._fairy.close()
 
@@ -182,7 +219,7 @@ class Direct(Connection):
         :raises sqlalchemy.exc.DBAPIError: as SQLAlchemy raises it, and with what that does to the
             pool.
         """
-        fairy: PoolProxiedConnection = self._fairy
+        fairy, self._clean = self._fairy, False
         psycopg: Any = fairy.driver_connection
         if not _writes_utf8(fairy, psycopg):
             return self.execute(statement.clause, values).all()
@@ -193,7 +230,6 @@ class Direct(Connection):
             raise _wrapped(self.engine, statement.text, beyond, lost=False) from error
         try:
             [result] = _results(fairy, psycopg, statement, sent)
-            return statement.loaded(result)
         except self.dialect.loaded_dbapi.Error as error:
             # By the server's word for a name it does not know, or a plan it cannot keep.
             fairy.info.pop(statement, None)
@@ -202,10 +238,8 @@ class Direct(Connection):
                 # As SQLAlchemy does: those beside it are gone as well.
                 self.engine.pool._invalidate(fairy, error)
             raise _wrapped(self.engine, statement.text, error, lost=lost) from error
-
-
-def _row(*columns: str) -> Any:
-    return namedtuple("Row", columns)
+        self._clean = True
+        return statement.loaded(result)
 
 
 def is_direct(engine: Engine) -> bool:
@@ -252,12 +286,16 @@ def _results(
     return _wait(psycopg)
 
 
+#: PostgreSQL's word for a command that returned rows, and for one that returned none.
+_WELL = (2, 1)
+
+
 def _wait(psycopg: Any) -> list[Any]:
     """Wait as psycopg does: interrupted by Ctrl-C, and with its event loop where one was put."""
     driver = sys.modules["psycopg"]
     results: list[Any] = psycopg.wait(driver.generators.execute(psycopg.pgconn))
     for result in results:
-        if result.status == driver.pq.ExecStatus.FATAL_ERROR:
+        if result.status not in _WELL:
             raise driver.errors.error_from_result(result, encoding="utf-8")
     return results
 

@@ -15,9 +15,20 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.store.insert import insert_new
-from celery_budget.store.schema import instant, now_us, relays
+from celery_budget.store.schema import instant, now_us, outbox, relays
 
-__all__ = ["Seen", "announce", "channel", "leave", "notify", "seen", "tell"]
+__all__ = [
+    "Look",
+    "Seen",
+    "announce",
+    "anything_due",
+    "channel",
+    "leave",
+    "look",
+    "notify",
+    "seen",
+    "tell",
+]
 
 #: A relay that was not seen for so long is gone: its row goes with the next announcement.
 FORGET_US = 3_600_000_000
@@ -38,6 +49,20 @@ class Seen:
     seen_us: int
     age_us: int
     sleeping: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a relay sees that is about to sleep, all of one moment (PostgreSQL).
+
+    :ivar due: whether a message is due, or held by a lane.
+    :ivar oldest: all transactions with a smaller number have ended, and it sees what they did.
+    :ivar following: all transactions that had begun to write by then have a smaller number.
+    """
+
+    due: bool
+    oldest: int
+    following: int
 
 
 def announce(connection: Connection, root: str, relay_id: uuid.UUID, host: str, pid: int) -> None:
@@ -82,6 +107,36 @@ def tell(connection: Connection, root: str, relay_id: uuid.UUID, sleeping: bool)
 def leave(connection: Connection, root: str, relay_id: uuid.UUID) -> None:
     """Delete the row of a relay that stops; one statement."""
     connection.execute(relays.delete().where(relays.c.root == root, relays.c.relay_id == relay_id))
+
+
+def anything_due(connection: Connection, root: str) -> bool:
+    """Tell whether a message is due, or held by a lane. One SELECT; locks nothing."""
+    return bool(connection.execute(sa.select(_is_due(root))).scalar())
+
+
+def look(connection: Connection, root: str) -> Look:
+    """Look whether a message is due, and who may commit one still. One SELECT; locks nothing."""
+    snapshot = sa.func.pg_current_snapshot()
+    oldest, following = (
+        sa.cast(sa.cast(bound(snapshot), sa.Text), sa.BigInteger)
+        for bound in (sa.func.pg_snapshot_xmin, sa.func.pg_snapshot_xmax)
+    )
+    found = connection.execute(sa.select(_is_due(root), oldest, following)).one()
+    return Look(*found)
+
+
+def _is_due(root: str) -> sa.ColumnElement[bool]:
+    """Return whether a message is due: by the first of each state, one look into the index.
+
+    However many are due later: asked whether any exists, PostgreSQL may read all of them.
+    """
+    firsts = (
+        sa.select(sa.func.min(outbox.c.due_us))
+        .where(outbox.c.root == root, outbox.c.state == state)
+        .scalar_subquery()
+        for state in ("due", "held")
+    )
+    return sa.or_(*(sa.func.coalesce(first <= instant(), sa.false()) for first in firsts))
 
 
 def seen(connection: Connection, root: str) -> list[Seen]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -9,12 +10,12 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.errors import InvalidAmount
-from celery_budget.store.balances import Key, where
+from celery_budget.store.balances import WHOLE, Key, lock_balances, where
 from celery_budget.store.journal import REPAIR, of_balance, reads, who
 from celery_budget.store.schema import adjustments, balances, exact_sum, journal, lines, now_us
-from celery_budget.store.windows import restore_window
+from celery_budget.store.windows import UNSHARED, restore_window
 
-__all__ = ["rebuild"]
+__all__ = ["rebuild", "share_anew"]
 
 
 def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
@@ -29,6 +30,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
     :raises InvalidAmount: where the sum is more than a balance can hold.
     """
     mine = where(root, key)
+    lock_balances(connection, root, [replace(key, stripe=WHOLE)])
     row = connection.execute(sa.select(balances).where(mine).with_for_update()).first()
     if row is None:
         restore_window(connection, root, key.budget, key.window_us)
@@ -36,7 +38,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
     reserved, settled = _sums(connection, lines, root, key, lines.c.reserved, lines.c.settled)
     (adjusted,) = _sums(connection, adjustments, root, key, adjustments.c.amount)
     spent = settled + adjusted
-    if reserved + spent > MAX_AMOUNT or spent < 0:
+    if reserved + spent > MAX_AMOUNT or (spent < 0 and row.share is None):
         raise InvalidAmount(
             f"the lines of budget {key.budget!r} add up to {reserved} reserved and {spent} spent, "
             "which no balance can be"
@@ -50,6 +52,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
     connection.execute(
         balances.update().where(mine).values(reserved=reserved, spent=spent, entries=entry)
     )
+    share_anew(connection, root, key)
     connection.execute(
         journal.insert().values(
             root=root,
@@ -68,6 +71,24 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
         )
     )
     return True
+
+
+def share_anew(connection: Connection, root: str, key: Key) -> None:
+    """Have the next admission share anew what is left of a window with several rows.
+
+    Locks all of them.
+    """
+    lock_balances(connection, root, [replace(key, stripe=WHOLE)])
+    connection.execute(
+        balances.update()
+        .where(
+            balances.c.root == root,
+            balances.c.budget == key.budget,
+            balances.c.window_us == key.window_us,
+            balances.c.share.is_not(None),
+        )
+        .values(basis=UNSHARED)
+    )
 
 
 def _sums(

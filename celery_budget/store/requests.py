@@ -50,6 +50,7 @@ from celery_budget.store.prepared import (
     Statement,
 )
 from celery_budget.store.schema import now_us, reservations
+from celery_budget.store.standbys import REPLICATED
 
 __all__ = ["error_of", "note_given_up", "reserve", "try_reserve"]
 
@@ -156,7 +157,7 @@ def error_of(outcome: Tried) -> BudgetError:
 
 
 _RESERVE = Statement(
-    "SELECT r.*, p.left_us, p.freed, p.span_us"
+    "SELECT r.*"  # noqa: S608 - of constants
     " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
     " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
     " CAST(:prices AS text),"
@@ -168,8 +169,8 @@ _RESERVE = Statement(
     " CAST(:within_us AS bigint),"
     " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
     " :note, :who, :lock_ms) AS r"
-    # Of what is admitted there is no budget, and nothing is looked at.
-    " LEFT JOIN LATERAL budget_pace(:root, r.budget) AS p ON true",
+    # What was there writes nothing, and is told as what is admitted is.
+    f" WHERE CASE WHEN r.outcome IN ('existing', 'parked') THEN {REPLICATED} ELSE true END",
     given={
         "root": TEXT,
         "reservation_id": UUID_,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ from celery_budget.core.reservations import (
     Released,
     Running,
 )
-from celery_budget.store import outbox, plans
-from celery_budget.store.balances import Move, key_of, lock_balances, move
-from celery_budget.store.batch import insert_lines
+from celery_budget.store import outbox, plans, stripes
+from celery_budget.store.balances import Key, Move, key_of, lock_balances, move
+from celery_budget.store.batch import insert_lines, moved
 from celery_budget.store.declaring import not_ready
 from celery_budget.store.levels import levels_of
 from celery_budget.store.schema import lines, now_us, reservations
@@ -180,6 +181,7 @@ def renew_start_lines(connection: Connection, root: str, of: Lines) -> list[int]
             "line": number + nth,
             "budget": line.budget,
             "window_us": levels[line.budget].window_us,
+            "stripe": stripes.one_of(levels[line.budget], line.reservation_id),
             "charge": START,
             "unit": line.unit,
             "estimate": line.estimate,
@@ -213,11 +215,17 @@ def raise_holds(
 
     For work that goes on: the hard stops count, and a draining budget lets it. The caller holds
     the reservation's row. Locks the balances in order.
+
+    :raises Unready: where a budget's room was used up between the look and the lock.
     """
     if all(holds[line.line] <= line.reserved for line in of):
         set_holds(connection, root, of, holds, what)
         return None
-    lock_balances(connection, root, map(key_of, of))
+    growth: Counter[Key] = Counter()
+    for line in of:
+        growth[key_of(line)] += max(0, holds[line.line] - line.reserved)
+    if not stripes.grow(connection, root, growth):
+        raise moved(of[0].budget)
     levels = levels_above(connection, root, of)
     for line in of:
         more = holds[line.line] - line.reserved

@@ -227,6 +227,7 @@ budgets = Table(
     Column("anchor_day", SmallInteger, nullable=False, server_default="1"),
     Column("soft_stop", Integer, nullable=False, server_default="1000000"),
     Column("hard_stop", Integer, nullable=False, server_default="1000000"),
+    # Over how many rows its counters are spread as it was declared; 0 for as it turns out.
     Column("stripes", SmallInteger, nullable=False, server_default="1"),
     # open; draining: takes nothing new and is closed when nothing is held; closed.
     Column("state", String(16), nullable=False, server_default="open"),
@@ -236,6 +237,8 @@ budgets = Table(
     Column("weight", Integer, nullable=False, server_default="1"),
     # At which parts of its limit it alerts, with commas between them; none for the setting's.
     Column("alert_at", String(255)),
+    # Over how many rows its counters are spread now.
+    Column("spread", SmallInteger, nullable=False, server_default="1"),
     PrimaryKeyConstraint("root", "name", name="pk_budget_budgets"),
     CheckConstraint("limit_amount >= 0", name="limit"),
     Index("ix_budget_budgets_parent", "root", "parent", **_when("parent IS NOT NULL")),
@@ -257,9 +260,17 @@ balances = Table(
     Column("end_us", BigInteger, nullable=False, server_default=str(MAX_AMOUNT)),
     # The number of its last entry in the journal.
     Column("entries", BigInteger, nullable=False, server_default="0"),
+    # Of a window with several rows what this one admits up to by itself, and the bound that all of
+    # these add up to; -1 for a bound while none of them does. None where there is one row.
+    Column("share", BigInteger),
+    Column("basis", BigInteger),
+    # How often an admission has waited for it, until the sweep looks.
+    Column("waits", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint("root", "budget", "window_us", "stripe", name="pk_budget_balances"),
     CheckConstraint("reserved >= 0", name="reserved"),
-    CheckConstraint("spent >= 0", name="spent"),
+    # What is taken back from a budget may be more than one of its rows has spent.
+    CheckConstraint("spent >= 0 OR share IS NOT NULL", name="spent"),
+    Index("ix_budget_balances_waits", "root", "end_us", **_when("waits > 0")),
     Index("ix_budget_balances_end", "root", "end_us"),
 )
 

@@ -18,21 +18,25 @@ from celery_budget.store.schema import attempts, instant, now_us, outbox, reserv
 
 __all__ = [
     "Lane",
+    "Looked",
     "Silent",
     "envelopes",
     "hold",
     "is_given_up",
     "is_there",
+    "look",
     "postpone",
     "postpone_all",
     "republish",
-    "silent",
     "started",
     "unstarted",
 ]
 
 #: A message that has waited is looked at again after this part of the time it has waited.
 PART_OF_AGE = 4
+
+#: In which states a request is whose message is published, and not started.
+UNSTARTED = ("published", "waiting")
 
 #: In which order messages reach workers: broker, queue and rank. Of those with one of these, the
 #: first that is published is the first to be delivered.
@@ -63,6 +67,20 @@ class Silent:
         return self.broker, self.queue, self.rank
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What was seen of published messages whose time was over.
+
+    :ivar unstarted: those whose attempt has not started.
+    :ivar others: the ids of those whose attempt has, and of those that stand for none.
+    :ivar full: whether there may be more.
+    """
+
+    unstarted: list[Silent]
+    others: list[uuid.UUID]
+    full: bool
+
+
 def is_given_up(publishes: int, max_publishes: int) -> bool:
     """Tell whether a message that is lost is given up, and not published once more."""
     return publishes >= max_publishes
@@ -75,7 +93,7 @@ def unstarted(root: str) -> sa.ColumnElement[bool]:
         outbox.c.state == "published",
         reservations.c.root == outbox.c.root,
         reservations.c.reservation_id == outbox.c.reservation_id,
-        reservations.c.state.in_(("published", "waiting")),
+        reservations.c.state.in_(UNSTARTED),
     )
 
 
@@ -83,11 +101,20 @@ def _to_look_at(root: str) -> sa.ColumnElement[bool]:
     return sa.and_(unstarted(root), outbox.c.due_us <= instant())
 
 
-def silent(connection: Connection, root: str, limit: int) -> list[Silent]:
-    """Return published messages whose time is over and whose attempt has not started.
+def look(connection: Connection, root: str, limit: int) -> Looked:
+    """Look at published messages whose time is over, those due longest, up to ``limit``.
 
-    Those due longest, up to ``limit``. Locks nothing.
+    Reads so many and no more, whatever else waits in its queue or runs. Locks nothing.
     """
+    # A value and no join, for which PostgreSQL may read all that is open.
+    state = (
+        sa.select(reservations.c.state)
+        .where(
+            reservations.c.root == root,
+            reservations.c.reservation_id == outbox.c.reservation_id,
+        )
+        .scalar_subquery()
+    )
     rows = connection.execute(
         sa.select(
             outbox.c.outbox_id,
@@ -99,12 +126,22 @@ def silent(connection: Connection, root: str, limit: int) -> list[Silent]:
             outbox.c.rank,
             outbox.c.published_us,
             instant().label("seen_us"),
+            state.label("of"),
         )
-        .where(_to_look_at(root))
+        .where(
+            outbox.c.root == root,
+            outbox.c.state == "published",
+            outbox.c.due_us <= instant(),
+        )
         .order_by(outbox.c.due_us)
         .limit(limit)
+    ).all()
+    unstarted = [row for row in rows if row.of in UNSTARTED]
+    return Looked(
+        [Silent(*row[:-1]) for row in unstarted],
+        [row.outbox_id for row in rows if row.of not in UNSTARTED],
+        len(rows) == limit,
     )
-    return [Silent(**row._mapping) for row in rows]
 
 
 def is_there(connection: Connection, root: str, seen: Silent) -> bool:
@@ -199,19 +236,21 @@ def postpone(connection: Connection, root: str, seen: Silent, wait_us: int) -> N
     )
 
 
-def postpone_all(connection: Connection, root: str, seen: Sequence[Silent], wait_us: int) -> None:
-    """Let messages be that wait in their queue: for ``wait_us``, or longer the older they are.
+def postpone_all(
+    connection: Connection, root: str, outbox_ids: Sequence[uuid.UUID], wait_us: int
+) -> None:
+    """Let messages be, which wait or run: for ``wait_us``, or longer the older they are.
 
     A quarter of the time that each has waited, so that what it costs to look at a backlog does not
     grow with how long that lasts. Locks the messages by id, and skips what is locked; nothing
-    happens to those that are published again, or looked at by another, since they were ``seen``.
+    happens to those that are published again, or looked at by another, meanwhile.
     """
     mine = (
         connection.execute(
             sa.select(outbox.c.outbox_id)
             .where(
                 outbox.c.root == root,
-                outbox.c.outbox_id.in_(sorted(one.outbox_id for one in seen)),
+                outbox.c.outbox_id.in_(sorted(outbox_ids)),
                 outbox.c.state == "published",
                 outbox.c.due_us <= instant(),
             )

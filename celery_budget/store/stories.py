@@ -34,6 +34,7 @@ from celery_budget.store.schema import (
 
 __all__ = [
     "CHILDREN",
+    "LISTED",
     "children",
     "find_messages",
     "find_parked",
@@ -54,6 +55,8 @@ Rows = list[sa.Row[Any]]
 
 #: How much of what followed from a request is listed.
 CHILDREN = 20
+#: How many rows of a kind are listed of one request, the last ones: of usage there may be any number.
+LISTED = 1000
 #: How many refusals of other tries are listed.
 REFUSALS = 3
 
@@ -169,31 +172,44 @@ def find_refusals(connection: Connection, root: str, some_id: str) -> Rows:
     )
 
 
-def story(connection: Connection, root: str, reservation_id: Any) -> dict[str, Rows]:
-    """Return everything that belongs to one reservation, by what it is."""
+def story(
+    connection: Connection, root: str, reservation_id: Any
+) -> tuple[dict[str, Rows], dict[str, int]]:
+    """Return what belongs to one reservation, by what it is, and how much of it is left out.
 
-    def rows(table: sa.Table, *order: str) -> Rows:
+    Of each kind the last :data:`LISTED`, in their order; counted is only what has more.
+    """
+    left_out: dict[str, int] = {}
+
+    def rows(name: str, table: sa.Table, *order: str) -> Rows:
         # The message that one waits for by its order key.
         more: list[Any] = [predecessor(root).label("follows")] if table is outbox else []
         if table is attempts:
             more = [replayable()]
-        return list(
+        mine = sa.and_(table.c.root == root, table.c.reservation_id == reservation_id)
+        found = list(
             connection.execute(
                 sa.select(*_columns(table), *more)
-                .where(table.c.root == root, table.c.reservation_id == reservation_id)
-                .order_by(*(table.c[name] for name in order))
+                .where(mine)
+                .order_by(*(table.c[column].desc() for column in order))
+                .limit(LISTED + 1)
             )
         )
+        if len(found) > LISTED:
+            counted = sa.select(sa.func.count()).select_from(table).where(mine)
+            left_out[name] = int(connection.execute(counted).scalar_one()) - LISTED
+        return found[:LISTED][::-1]
 
-    return {
-        "lines": rows(lines, "line"),
-        "messages": rows(outbox, "retries"),
-        "attempts": rows(attempts, "attempt"),
-        "usage": rows(usage, "recorded_us", "key"),
-        "effects": rows(effects, "created_us", "key"),
-        "changes": rows(journal, "at_us", "budget", "window_us", "entry"),
-        "extensions": rows(extensions, "extended_us", "key"),
+    parts = {
+        "lines": rows("lines", lines, "line"),
+        "messages": rows("messages", outbox, "retries"),
+        "attempts": rows("attempts", attempts, "attempt"),
+        "usage": rows("usage", usage, "recorded_us", "key"),
+        "effects": rows("effects", effects, "created_us", "key"),
+        "changes": rows("changes", journal, "at_us", "budget", "window_us", "entry"),
+        "extensions": rows("extensions", extensions, "extended_us", "key"),
     }
+    return parts, left_out
 
 
 def replayable() -> Any:

@@ -19,7 +19,7 @@ from celery_budget.core.reservations import (
     Refused,
 )
 from celery_budget.errors import PolicyError, UnknownBudget
-from celery_budget.store import lanes
+from celery_budget.store import lanes, stripes
 from celery_budget.store.attempts import owned
 from celery_budget.store.batch import first_unknown, insert_lines
 from celery_budget.store.declaring import not_ready
@@ -78,7 +78,7 @@ def turn_to(
     refused = _closed(levels, new)
     if refused is not None:
         return refused
-    added = _add(connection, root, reservation_id, new, of)
+    added = _add(connection, root, reservation_id, new, of, levels)
     of = lines_of(connection, root, reservation_id)
     holds = _holds(of, draws)
     refused = raise_holds(connection, root, of, holds, "turn")
@@ -133,7 +133,12 @@ def _closed(levels: Mapping[str, Level], new: list[Draw]) -> Refused | None:
 
 
 def _add(
-    connection: Connection, root: str, reservation_id: uuid.UUID, new: list[Draw], of: Lines
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    new: list[Draw],
+    of: Lines,
+    levels: Mapping[str, Level],
 ) -> list[int]:
     """Add a line for each draw, which holds nothing yet; return their numbers."""
     recorded = {
@@ -152,6 +157,7 @@ def _add(
             "line": number,
             "budget": draw.budget,
             "window_us": draw.window_us,
+            "stripe": stripes.one_of(levels[draw.budget], reservation_id),
             "charge": draw.charge,
             "unit": draw.unit,
             "estimate": draw.amount,

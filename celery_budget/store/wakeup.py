@@ -1,13 +1,14 @@
 """How a relay that has nothing to do waits for the next message.
 
 Whatever it is told, it looks by itself every ``budget_poll_seconds``: that finds what becomes due
-by time, and what slipped through between two who looked at the same moment. What is here only
-makes it look sooner:
+by time. What is here only makes it look sooner:
 
 - On PostgreSQL it says that it sleeps, looks once more, then waits for a notification, which an
-  admission sends only to a relay that has said so. Whether notifications arrive at all is found out
-  by sending one to itself: behind a proxy that pools transactions none does. Then it never says
-  that it sleeps, and nobody sends any.
+  admission sends only to a relay that has said so. Who sends it takes that word back: of all that
+  commit meanwhile one notifies. Who had begun to write when the relay looked may have seen that it
+  was awake, and commit afterwards: until all of those have ended it looks again every few
+  milliseconds. Whether notifications arrive at all is found out by sending one to itself: behind a
+  proxy that pools transactions none does. Then it never says that it sleeps, and nobody sends any.
 - On SQLite it watches for commits of others, a look that takes no lock.
 """
 
@@ -30,7 +31,6 @@ from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.store import relays
 from celery_budget.store.engine import Store
-from celery_budget.store.schema import instant, outbox
 
 __all__ = ["Listening", "Sleeper", "Watching", "sleeper"]
 
@@ -40,6 +40,8 @@ logger = Logger(__name__)
 SEEN_SECONDS = 3.0
 #: How soon a relay that waits for something else sees that it is to stop.
 STOP_SECONDS = 0.25
+#: After which time those who may not have seen that it sleeps are looked for again; then doubled.
+AGAIN_SECONDS = 0.001
 #: How often a SQLite file is looked at for commits.
 WATCH_SECONDS = 0.01
 #: How long the notification of a relay to itself may take.
@@ -55,7 +57,7 @@ class Sleeper(Protocol):
     """Waits on behalf of a relay, and keeps the row by which it is seen."""
 
     def sleep(self, stop: threading.Event) -> None:
-        """Return when it is time to look for due messages again, or soon after ``stop`` is set.
+        """Return when something is due, or may be, or soon after ``stop`` is set.
 
         :raises StoreError: where the ledger cannot be reached.
         """
@@ -78,7 +80,7 @@ def sleeper(store: Store, settings: Settings) -> Sleeper:
     presence = Presence(store, settings.root)
     if store.dialect == "sqlite":
         return Watching(store, settings, presence)
-    return Listening(settings, presence, Listener(store, settings, presence))
+    return Listening(store, settings, presence, Listener(store, settings, presence))
 
 
 class Presence:
@@ -116,6 +118,10 @@ class Presence:
                     self._write(True)
             self._sleeping, self._until = sleeping, now + SEEN_SECONDS
 
+    def forget(self) -> None:
+        """Believe no more that the row says what was written last: who wakes a relay changes it."""
+        self._sleeping = None
+
     def leave(self) -> None:
         """Delete the row."""
         self._sleeping = None
@@ -137,7 +143,7 @@ class Watching:
         self._presence.tell(False)
         end = time.monotonic() + self._settings.poll_seconds
         while (left := end - time.monotonic()) > 0 and not stop.wait(min(left, WATCH_SECONDS)):
-            if self._store.changed() and self._store.read(_anything_due, self._settings.root):
+            if self._store.changed() and self._store.read(relays.anything_due, self._settings.root):
                 return
 
     def stay_awake(self) -> None:
@@ -147,48 +153,68 @@ class Watching:
         self._presence.leave()
 
 
-def _anything_due(connection: Connection, root: str) -> bool:
-    """Tell whether a message is due, or held by a lane. Locks nothing, keeps no writer waiting."""
-    due = sa.exists().where(
-        outbox.c.root == root, outbox.c.state.in_(("due", "held")), outbox.c.due_us <= instant()
-    )
-    return bool(connection.execute(sa.select(due)).scalar())
-
-
 class Listening:
     """On PostgreSQL: says that it sleeps, and waits for a notification while it does.
 
-    Its word is written when it goes to sleep and stands while a message comes now and then: it is
-    woken, makes a pass and waits again, and writes nothing. It is taken back where there is more to
-    do: by a second notification before it waits again, and by a pass that another one follows.
+    Its word is written when it goes to sleep, and taken back by who wakes it. Where that was a
+    caller's transaction, or the relay has more to do than one pass, it does so itself.
     """
 
-    def __init__(self, settings: Settings, presence: Presence, listener: Listener) -> None:
+    def __init__(
+        self, store: Store, settings: Settings, presence: Presence, listener: Listener
+    ) -> None:
+        self._store = store
         self._settings = settings
         self._presence = presence
         self._listener = listener
+        # The transaction before which all may not have seen that the relay sleeps; none is known
+        # before the first look, and none is left once all of them have ended.
+        self._unseeing: int | None = None
+        self._pause = settings.poll_seconds
         listener.start()
 
     def sleep(self, stop: threading.Event) -> None:
         hears = self._listener.hears
-        if hears and not self._presence.sleeping:
-            # To be followed by another look: who committed before this was seen told nobody.
+        says_so = hears and not self._presence.sleeping
+        if says_so:
             self._listener.rung.clear()
-            self._presence.tell(True)
-            return
         self._presence.tell(hears)
-        if self._is_rung(hears, stop):
-            self._listener.rung.clear()
+        # Who committed before that was seen has told nobody.
+        if says_so and self._looks(anew=True):
+            return
+        while not stop.is_set() and self._listener.hears is hears:
+            if self._is_rung(hears, stop):
+                self._listener.rung.clear()
+                self._presence.forget()
+                return
+            if not stop.is_set() and self._looks():
+                return
+            self._presence.tell(hears)
 
     def _is_rung(self, hears: bool, stop: threading.Event) -> bool:
         """Wait for a notification; false where none came in time, or whether any would changed."""
-        end = time.monotonic() + self._settings.poll_seconds
+        end = time.monotonic() + self._pause
         while (left := end - time.monotonic()) > 0 and not stop.is_set():
             if self._listener.rung.wait(min(left, STOP_SECONDS)):
                 return True
             if self._listener.hears is not hears:
                 break
         return False
+
+    def _looks(self, anew: bool = False) -> bool:
+        """Tell whether anything is due, and find out when to look again if nobody rings.
+
+        :param anew: the relay has just said that it sleeps.
+        """
+        seen = self._store.run_statement(relays.look, self._settings.root)
+        if anew:
+            self._unseeing = seen.following
+            self._pause = AGAIN_SECONDS / 2
+        if self._unseeing is not None and seen.oldest >= self._unseeing:
+            self._unseeing = None
+        longest = self._settings.poll_seconds
+        self._pause = longest if self._unseeing is None else min(2 * self._pause, longest)
+        return seen.due
 
     def stay_awake(self) -> None:
         self._presence.tell(False)

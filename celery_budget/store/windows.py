@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.periods import Period
@@ -29,10 +30,25 @@ __all__ = [
     "read_now",
     "restore_window",
     "retime",
+    "rows_for",
+    "spread",
 ]
 
 logger = Logger(__name__)
 
+
+#: The bound that shares add up to while they add up to none.
+UNSHARED = -1
+#: What a row of a window has at first that is spread over several.
+_EMPTY = {
+    "end_us": None,
+    "reserved": 0,
+    "spent": 0,
+    "entries": 0,
+    "share": 0,
+    "basis": UNSHARED,
+    "waits": 0,
+}
 
 #: How long after a window's end an admission may still go on that began in it.
 LATE_US = 3_600_000_000
@@ -80,6 +96,7 @@ def open_window(connection: Connection, root: str, name: str) -> None:
             name,
             max(window.start_us, last_end or 0),
             min(window.end_us, next_start or window.end_us),
+            row.spread,
         )
 
 
@@ -92,9 +109,26 @@ def _begins_after(connection: Connection, root: str, name: str, at_us: int) -> i
     ).scalar()
 
 
-def insert_window(connection: Connection, root: str, name: str, start_us: int, end_us: int) -> bool:
-    """Insert a window of ``name`` with nothing in it; false where it is there already."""
-    return insert_new(
+def rows_for(connection: Connection, stripes: int) -> int:
+    """Return over how many rows a window is spread that is to have ``stripes``.
+
+    On SQLite one transaction writes at a time, and several rows are of no use.
+    """
+    return stripes if connection.dialect.name == "postgresql" else 1
+
+
+def insert_window(
+    connection: Connection, root: str, name: str, start_us: int, end_us: int, rows: int = 1
+) -> bool:
+    """Insert a window of ``name`` with nothing in it; false where it is there already.
+
+    The caller holds the budget's row, or has just made it.
+
+    :param rows: over how many rows it is spread, of which none admits by itself before all were
+        locked together.
+    """
+    shared = {"share": 0, "basis": UNSHARED} if rows > 1 else {}
+    made = insert_new(
         connection,
         balances,
         root=root,
@@ -105,7 +139,86 @@ def insert_window(connection: Connection, root: str, name: str, start_us: int, e
         spent=0,
         end_us=end_us,
         entries=0,
+        **shared,
     )
+    if made and rows > 1:
+        _add_rows(connection, root, name, rows, balances.c.window_us == start_us)
+    return made
+
+
+def _add_rows(
+    connection: Connection, root: str, name: str, rows: int, which: sa.ColumnElement[bool]
+) -> None:
+    """Add the rows that windows lack. The caller holds those that are there."""
+    connection.execute(
+        postgresql.insert(balances)
+        .from_select(
+            ["root", "budget", "window_us", "stripe", *_EMPTY],
+            sa.select(
+                balances.c.root,
+                balances.c.budget,
+                balances.c.window_us,
+                sa.func.generate_series(1, rows - 1),
+                balances.c.end_us,
+                *(sa.literal(value) for value in list(_EMPTY.values())[1:]),
+            ).where(
+                balances.c.root == root,
+                balances.c.budget == name,
+                balances.c.stripe == 0,
+                which,
+            ),
+        )
+        .on_conflict_do_nothing()
+    )
+
+
+def spread(connection: Connection, root: str, name: str, stripes: int) -> None:
+    """Spread the windows of ``name`` that are open or to come over so many rows.
+
+    What a row holds stays with it: one that is not drawn on any more goes when nothing was ever
+    counted in it. The next admission locks all of them, and shares what is left.
+    The caller holds the budget's row and its balances
+    (:func:`~celery_budget.store.budgets.lock_budgets`).
+    """
+    rows = rows_for(connection, stripes)
+    mine = sa.and_(balances.c.root == root, balances.c.budget == name)
+    changed = connection.execute(
+        budgets.update()
+        .where(budgets.c.root == root, budgets.c.name == name, budgets.c.spread != rows)
+        .values(spread=rows)
+    )
+    if not changed.rowcount:
+        return
+    lasting = balances.c.end_us > instant()
+    if rows > 1:
+        _add_rows(connection, root, name, rows, lasting)
+    connection.execute(
+        balances.delete().where(
+            mine,
+            lasting,
+            balances.c.stripe >= rows,
+            balances.c.entries == 0,
+            ~sa.exists().where(
+                lines.c.root == root,
+                lines.c.budget == name,
+                lines.c.window_us == balances.c.window_us,
+                lines.c.stripe == balances.c.stripe,
+            ),
+        )
+    )
+    other = balances.alias("other")
+    several = sa.exists().where(
+        other.c.root == root,
+        other.c.budget == name,
+        other.c.window_us == balances.c.window_us,
+        other.c.stripe > 0,
+    )
+    for shared, condition in (((0, UNSHARED), several), ((None, None), ~several)):
+        connection.execute(
+            balances.update()
+            .where(mine, lasting, condition)
+            .values(share=shared[0], basis=shared[1], waits=0)
+        )
 
 
 def restore_window(connection: Connection, root: str, name: str, start_us: int) -> None:
@@ -165,7 +278,7 @@ def ahead(connection: Connection, root: str, horizon_us: int, limit: int) -> int
             # This host's time zones lack it; the others' budgets do not wait for that.
             logger.event("window.unmade", name=row.name, error=error)
             continue
-        made += insert_window(connection, root, row.name, row.end_us, window.end_us)
+        made += insert_window(connection, root, row.name, row.end_us, window.end_us, row.spread)
     return made
 
 
@@ -179,6 +292,7 @@ def _ending(root: str, horizon_us: int) -> sa.Select[Any]:
             budgets.c.period,
             budgets.c.timezone,
             budgets.c.anchor_day,
+            budgets.c.spread,
             balances.c.end_us,
         )
         .join(
@@ -192,7 +306,11 @@ def _ending(root: str, horizon_us: int) -> sa.Select[Any]:
             balances.c.stripe == 0,
             balances.c.end_us > now,
             balances.c.end_us <= now + horizon_us,
-            sa.or_(balances.c.reserved > 0, balances.c.spent > 0),
+            sa.or_(
+                balances.c.reserved > 0,
+                balances.c.spent > 0,
+                sa.and_(balances.c.share.is_not(None), _is_drawn_on(balances)),
+            ),
             ~sa.exists().where(
                 following.c.root == root,
                 following.c.budget == balances.c.budget,
@@ -220,10 +338,11 @@ def prune(
             balances.c.end_us,
             balances.c.budget,
             balances.c.window_us,
-            (balances.c.entries == 0).label("untouched"),
+            (~_is_drawn_on(balances)).label("untouched"),
         )
         .where(
             balances.c.root == root,
+            balances.c.stripe == 0,
             balances.c.end_us >= after[0],
             balances.c.end_us <= instant() - age_us,
             key > sa.tuple_(*map(sa.literal, after)),
@@ -239,6 +358,17 @@ def prune(
     return deleted, last
 
 
+def _is_drawn_on(of: sa.Table) -> sa.ColumnElement[bool]:
+    """Tell whether anything was ever counted in a window, in whichever of its rows."""
+    row = balances.alias("row")
+    return sa.exists().where(
+        row.c.root == of.c.root,
+        row.c.budget == of.c.budget,
+        row.c.window_us == of.c.window_us,
+        row.c.entries > 0,
+    )
+
+
 def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> int:
     def of_window(table: sa.Table) -> sa.ColumnElement[bool]:
         return sa.and_(table.c.root == root, table.c.budget == name, table.c.window_us == window_us)
@@ -247,6 +377,7 @@ def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> 
         balances.delete()
         .where(
             of_window(balances),
+            ~_is_drawn_on(balances),
             balances.c.entries == 0,
             balances.c.reserved == 0,
             balances.c.spent == 0,
@@ -255,4 +386,4 @@ def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> 
         )
         .returning(balances.c.stripe)
     )
-    return len(gone.all())
+    return sum(row.stripe == 0 for row in gone)

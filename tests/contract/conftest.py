@@ -7,10 +7,11 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import event
+from sqlalchemy.engine import Connection
 
 from celery_budget import reconcile
 from celery_budget.settings import Settings
-from celery_budget.store import Store, migrate
+from celery_budget.store import Store, migrate, windows
 from tests.contract.racers import OneTry, racing_url
 from tests.contract.roots import Watch
 from tests.contract.support import Ledger
@@ -18,11 +19,39 @@ from tests.contract.support import Ledger
 STORES = [
     "sqlite",
     pytest.param("postgresql", marks=pytest.mark.postgres),
+    # With the counters of every budget over several rows.
+    pytest.param("postgresql-striped", marks=pytest.mark.postgres),
 ]
+#: Over so many, where a test does not say.
+STRIPES = 4
+
+
+#: What is counted is counted, and read, here; the others' tests do not know of stripes.
+STRIPED = {
+    f"test_{name}"
+    for name in (
+        *("batch", "budget_races", "deadlines", "grants", "hierarchy", "holdings", "model"),
+        *("parking", "plans", "races", "reports", "reserve", "stops", "stripes", "tallies"),
+        *("units", "usage", "windows"),
+    )
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what is run over stripes for nothing."""
+    items[:] = [
+        item
+        for item in items
+        if "postgresql-striped" not in item.nodeid
+        or item.path.stem in STRIPED
+        or item.path.parent.name != "contract"
+    ]
 
 
 @pytest.fixture(scope="session", params=STORES)
-def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+def store_url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """A migrated database for all tests of the session: each takes a root of its own."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path_factory.mktemp('store') / 'budget.db'}"
@@ -31,7 +60,14 @@ def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     store = Store(url)
     store.run(migrate.upgrade)
     store.dispose()
-    return url
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "postgresql-striped":
+            patch.setattr(windows, "rows_for", spread)
+        yield url
+
+
+def spread(connection: Connection, stripes: int) -> int:
+    return STRIPES if stripes == 1 else stripes
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def relaying(ledger: Ledger, **changes: Any) -> Iterator[list[str]]:
     settings = replace(ledger.settings, **changes)
     stop, sleeper = threading.Event(), wakeup.sleeper(ledger.store, settings)
     one = relay.Relay(ledger.store, settings, ledger.broker, ledger.results.ended)
-    thread = threading.Thread(target=relay.run, args=(one, settings, sleeper, stop))
+    thread = threading.Thread(target=relay.run, args=(one, settings, sleeper, stop), name="relays")
     thread.start()
     try:
         yield ledger.broker.published

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import sqlalchemy as sa
 
@@ -23,6 +23,7 @@ from celery_budget.core.reservations import (
     Tried,
 )
 from celery_budget.core.retries import Retries
+from celery_budget.relay import Answer, BrokerDown, Rejected, Unpublishable
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, schema, untold, windows
@@ -55,15 +56,37 @@ class Results:
 
 @dataclass
 class Broker:
-    """A publisher that remembers; ``on_publish`` may raise or look at the ledger first."""
+    """A publisher that remembers; ``on_publish`` may raise or look at the ledger first.
+
+    :ivar at_once: how many messages it takes at a time.
+    :ivar windows: the tasks whose messages it was given together.
+    """
 
     published: list[str] = field(default_factory=list)
+    windows: list[list[str]] = field(default_factory=list)
+    at_once: int = 1
     resets: int = 0
     on_publish: Callable[[WireMessage], None] = lambda message: None
 
-    def publish(self, message: WireMessage) -> None:
-        self.on_publish(message)
-        self.published.append(message.task_id)
+    def window(self, broker: str) -> int:
+        return self.at_once
+
+    def publish_all(self, messages: Sequence[WireMessage]) -> list[Answer]:
+        """Publish one after the other; a broker that is down gets nothing more."""
+        self.windows.append([message.task_id for message in messages])
+        answers: list[Answer] = []
+        for number, message in enumerate(messages):
+            try:
+                self.on_publish(message)
+            except (Rejected, Unpublishable) as error:
+                answers.append(error)
+            except BrokerDown as down:
+                unsent = [BrokerDown(down.error)] * (len(messages) - number - 1)
+                return [*answers, down, *unsent]
+            else:
+                self.published.append(message.task_id)
+                answers.append(None)
+        return answers
 
     def reset(self) -> None:
         self.resets += 1
@@ -91,6 +114,15 @@ class Swept:
 
     admitted: int
     over: tuple[str, ...]
+
+
+class Counted(NamedTuple):
+    """What is reserved and spent of a budget in a window."""
+
+    budget: str
+    window_us: int
+    reserved: int
+    spent: int
 
 
 @dataclass
@@ -268,7 +300,17 @@ class Ledger:
 
     def windows(self, name: str = "b") -> list[tuple[int, int]]:
         """When each window of a budget begins and ends, in order."""
-        return [(row.window_us, row.end_us) for row in self.rows("balances", budget=name)]
+        rows = self.rows("balances", budget=name, stripe=0)
+        return [(row.window_us, row.end_us) for row in rows]
+
+    def counted(self, **where: Any) -> list[Counted]:
+        """What every window has counted, in order of their keys, whatever rows it has."""
+        sums: dict[tuple[str, int], Counted] = {}
+        for row in self.rows("balances", **where):
+            key = row.budget, row.window_us
+            before = sums.get(key, Counted(*key, 0, 0))
+            sums[key] = Counted(*key, before.reserved + row.reserved, before.spent + row.spent)
+        return list(sums.values())
 
     def age(self, name: str = "b", by_us: int = 3_600_000_000) -> None:
         """Let all windows of a budget have been that much earlier, with what belongs to them."""

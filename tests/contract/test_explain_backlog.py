@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ def selects() -> Iterator[list[tuple[str, Any]]]:
         event.remove(Engine, "before_cursor_execute", note)
 
 
-def rows_read(ledger: Ledger, work: Callable[[], object]) -> int:
+def rows_read(ledger: Ledger, work: Callable[[], object], tables: Collection[str] = GROWING) -> int:
     """How many rows of what grows the SELECTs of some work look at."""
     with selects() as said:
         work()
@@ -90,7 +90,7 @@ def rows_read(ledger: Ledger, work: Callable[[], object]) -> int:
                 f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", parameters
             ).scalar_one()
             for node in _nodes(explained["Plan"]):
-                if node.get("Relation Name") in GROWING:
+                if node.get("Relation Name") in tables:
                     rows = node["Actual Rows"] + sum(node.get(name, 0) for name in dropped)
                     total += round(rows * node["Actual Loops"])
     assert said

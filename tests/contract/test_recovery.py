@@ -306,7 +306,7 @@ def test_a_message_that_was_started_is_not_silent(funded: Ledger, then: str) -> 
     request = funded.reserve(10)
     funded.relay()
     funded.make_due(request)
-    [seen] = funded.store.read(silent.silent, funded.root, 9)
+    [seen] = funded.store.read(silent.look, funded.root, 9).unstarted
     attempt = funded.run(request)
     if then == "ended":
         attempt.end(RETURNED)

@@ -365,6 +365,113 @@ def test_ten_thousand_messages_pass_one_that_is_poisonous(ledger: Ledger) -> Non
     assert left.failures >= 1
 
 
+# Several at a time
+
+
+def test_what_is_given_to_the_broker_together_is_answered_one_by_one(funded: Ledger) -> None:
+    funded.settings = replace(funded.settings, max_publishes=2)
+    requests = [funded.reserve(1) for _ in range(6)]
+    full, lost = requests[1], requests[3]
+
+    def answer(message: WireMessage) -> None:
+        refusing(Rejected("full"), full)(message)
+        refusing(Unpublishable("unroutable", "no queue"), lost)(message)
+
+    funded.broker.on_publish, funded.broker.at_once = answer, 4
+    relayed = funded.relay()
+    assert relayed == Relayed(published=4, failed=2, quarantined=1, taken=6)
+    assert [len(window) for window in funded.broker.windows] == [4, 2]
+    fine = [requests[number] for number in (0, 2, 4, 5)]
+    assert funded.broker.published == [request.task_id for request in fine]
+    assert {funded.state(request) for request in fine} == {"published"}
+    assert (funded.message(full).failures, funded.state(lost)) == (1, "released")
+
+
+def test_of_one_order_key_one_message_goes_at_a_time(funded: Ledger) -> None:
+    keys = ["a", "a", None, "b", "a", "b", None]
+    requests = [funded.reserve(1, order_key=key) for key in keys]
+    funded.broker.at_once = 10
+    assert funded.relay().published == 7
+    sent = [[ids.index(task_id) for task_id in window] for ids, window in both(funded, requests)]
+    assert sent == [[0, 2, 3, 6], [1, 5], [4]]
+
+
+def both(ledger: Ledger, requests: list[ReserveRequest]) -> list[tuple[list[str], list[str]]]:
+    """The requests' tasks, beside each window that the broker was given."""
+    ids = [request.task_id for request in requests]
+    return [(ids, window) for window in ledger.broker.windows]
+
+
+@pytest.mark.parametrize("why", ["rejected", "unanswered", "unroutable"])
+def test_what_follows_by_its_key_is_not_sent_with_what_fails(funded: Ledger, why: str) -> None:
+    errors: dict[str, Exception] = {
+        "rejected": Rejected("full"),
+        "unanswered": BrokerDown("closed", sent=True),
+        "unroutable": Unpublishable("unroutable", "no queue"),
+    }
+    first, second = (funded.reserve(1, order_key="k") for _ in range(2))
+    other = funded.reserve(1)
+    funded.broker.on_publish, funded.broker.at_once = refusing(errors[why], first), 10
+    relayed = funded.relay()
+    assert funded.broker.windows[0] == [first.task_id, other.task_id]
+    # What can never be published holds up nobody.
+    assert (second.task_id in funded.broker.published) is (why == "unroutable")
+    assert relayed.broker_down is (why == "unanswered")
+    funded.broker.on_publish = lambda message: None
+    if why != "unroutable":
+        funded.make_due(first)
+    while funded.relay().again:
+        pass
+    mine = [one for one in funded.broker.published if one != other.task_id]
+    gone = [] if why == "unroutable" else [first.task_id]
+    assert mine == [*gone, second.task_id]
+
+
+def test_of_a_window_that_breaks_each_message_is_where_it_belongs(funded: Ledger) -> None:
+    """Confirmed, in doubt, not sent, not even tried: none is lost, and none counts as failed."""
+    requests = [funded.reserve(1) for _ in range(6)]
+    funded.broker.on_publish = refusing(BrokerDown("closed", sent=True), requests[2])
+    funded.broker.at_once = 4
+    assert funded.relay() == Relayed(published=2, taken=6, broker_down=True)
+    states = ["published"] * 2 + ["reserved"] * 4
+    assert [funded.state(request) for request in requests] == states
+    rows = [funded.message(request) for request in requests[2:]]
+    assert [(row.failures, row.last_error, row.taken_by) for row in rows] == [
+        (0, "closed", None)
+    ] * 4
+    # In doubt is only the third: the others keep their places.
+    assert rows[0].due_us > max(row.due_us for row in rows[1:])
+    funded.broker.on_publish = lambda message: None
+    funded.make_due(requests[2])
+    assert funded.relay().published == 4
+    assert sorted(funded.broker.published) == sorted(request.task_id for request in requests)
+
+
+def test_many_that_are_in_doubt_cost_one_statement_and_wait_longer_each_time(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [funded.reserve(1) for _ in range(3)]
+
+    class Silent(type(funded.broker)):  # type: ignore[misc]
+        def publish_all(self, messages: Any) -> list[Any]:
+            return [BrokerDown("no answer", sent=True)] * len(messages)
+
+    waits: list[int] = []
+
+    def backoff(tries: int, first: float, longest: float) -> float:
+        waits.append(tries)
+        return 0.0
+
+    monkeypatch.setattr(relay, "backoff_seconds", backoff)
+    funded.broker = Silent(at_once=3)
+    one = a_relay(funded)
+    for _ in range(2):
+        assert one.run_once(NEVER).taken == 3
+    # The broker's own rest, then that of each message.
+    assert waits == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert [funded.message(request).failures for request in requests] == [0] * 3
+
+
 # Several relays, and those that die
 
 
@@ -437,7 +544,7 @@ def test_a_relay_that_lost_its_fence_changes_nothing(funded: Ledger) -> None:
     assert run(claims.mark_published, *key, slow.messages, 1) == 0
     run(claims.give_back, *key, slow.messages, "slow")
     for due in slow.messages:
-        run(claims.reschedule, *key, due.outbox_id, 1, "slow", failed=True)
+        run(claims.reschedule, *key, {due.outbox_id: 1}, "slow", failed=True)
         run(claims.forget, *key, due.outbox_id)
         assert run(claims.lock_taken, *key, due.outbox_id) is None
     assert funded.dump() == before

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +29,31 @@ def die() -> None:
 class Broker:
     """A broker that is a file: what stands in it was confirmed."""
 
-    def __init__(self, path: str, kill_at: str) -> None:
+    def __init__(self, path: str, kill_at: str, at_once: int) -> None:
+        self._at_once = at_once
         self._path = path
         self._kill_at = kill_at
         self._count = 0
 
-    def publish(self, message: WireMessage) -> None:
-        self._count += 1
-        if self._kill_at == f"before {self._count}":
-            die()
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(message.task_id + "\n")
-        if self._kill_at == f"after {self._count}":
-            die()
+    def window(self, broker: str) -> int:
+        return self._at_once
+
+    def publish_all(self, messages: Sequence[WireMessage]) -> list[None]:
+        for message in messages:
+            self._count += 1
+            if self._kill_at == f"before {self._count}":
+                die()
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(message.task_id + "\n")
+            if self._kill_at == f"after {self._count}":
+                die()
+        return [None] * len(messages)
 
     def reset(self) -> None:
         """There is no connection."""
 
 
-def relay_until_killed(settings: Settings, path: str, kill_at: str) -> None:
+def relay_until_killed(settings: Settings, path: str, kill_at: str, at_once: int) -> None:
     """One pass in a process that kills itself at that point."""
     for name in ("claim_due", "mark_published"):
         setattr(claims, name, dying(getattr(claims, name), kill_at))
@@ -63,7 +69,7 @@ def relay_until_killed(settings: Settings, path: str, kill_at: str) -> None:
             return result
 
         store.run = committed  # type: ignore[method-assign]
-    relay = Relay(store, settings, Broker(path, kill_at), lambda task_id, reason: None)
+    relay = Relay(store, settings, Broker(path, kill_at, at_once), lambda task_id, reason: None)
     relay.run_once(threading.Event())
 
 
@@ -89,16 +95,20 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("kill_at", POINTS)
+#: One by one, and several at a time: a kill in the middle of a window, and after it.
+CELLS = [*((point, 1) for point in POINTS), *((point, 3) for point in POINTS[2:])]
+
+
+@pytest.mark.parametrize(("kill_at", "at_once"), CELLS)
 def test_each_message_once_and_one_batch_twice_at_most(
-    funded: Ledger, tmp_path: Path, kill_at: str
+    funded: Ledger, tmp_path: Path, kill_at: str, at_once: int
 ) -> None:
     requests = [funded.reserve(1) for _ in range(JOBS)]
     path = tmp_path / "broker"
     path.touch()
     context = multiprocessing.get_context("spawn")
     process = context.Process(
-        target=relay_until_killed, args=(funded.settings, str(path), kill_at), daemon=True
+        target=relay_until_killed, args=(funded.settings, str(path), kill_at, at_once), daemon=True
     )
     process.start()
     process.join(60)
@@ -106,7 +116,7 @@ def test_each_message_once_and_one_batch_twice_at_most(
     first = path.read_text(encoding="utf-8").split()
     # What it had in hand is nobody's until its time is over.
     second = Relay(
-        funded.store, funded.settings, Broker(str(path), ""), lambda task_id, reason: None
+        funded.store, funded.settings, Broker(str(path), "", at_once), lambda task_id, reason: None
     )
     second.run_once(threading.Event())
     if funded.rows("outbox", state="due"):

@@ -52,6 +52,13 @@ class Leaving(Store):
             yield connection
 
     @contextmanager
+    def statement(self) -> Iterator[sa.Connection]:
+        if self.away:
+            raise StoreError("away", retryable=True)
+        with super().statement() as connection:
+            yield connection
+
+    @contextmanager
     def snapshot(self) -> Iterator[sa.Connection]:
         if self.away:
             raise StoreError("away", retryable=True)

@@ -46,7 +46,24 @@ def test_its_place_is_the_database_whoever_connects(tmp_path: Path) -> None:
     assert "secret" not in place
     socket = "postgresql:///ledger?host=/run/one"
     assert Store(socket).place != Store(socket.replace("one", "other")).place
+    # Of several servers each process may name first the one that is near.
+    one, two = Store("postgresql://h:1,g:2/ledger"), Store("postgresql:///ledger?host=g:2&host=h:1")
+    assert one.place == two.place
+    assert one.place != Store("postgresql://h:1,g:3/ledger").place
     assert Store(f"sqlite:///{tmp_path}/a").place != Store(f"sqlite:///{tmp_path}/b").place
+
+
+@pytest.mark.usefixtures("quick")
+def test_of_several_servers_each_is_tried_and_told_of() -> None:
+    url = "postgresql://me:se%2Ccret@127.0.0.1:1,127.0.0.1:2/ledger?target_session_attrs=read-write"
+    with pytest.raises(StoreError) as caught:
+        Store(url).run(lambda connection: None)
+    assert caught.value.retryable
+    said = str(caught.value)
+    assert "port: '1'" in said
+    assert "port: '2'" in said
+    assert "secret" not in said
+    assert "target_session_attrs=read-write" in said
 
 
 @pytest.mark.usefixtures("quick")

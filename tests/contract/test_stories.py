@@ -17,6 +17,7 @@ from celery_budget.core.retries import Retries
 from celery_budget.reconcile import Story
 from celery_budget.relay import Unpublishable
 from celery_budget.store import continuations, dispatching, journal, lanes, outbox
+from celery_budget.store import stories as stories_of
 from tests.contract.support import RETRIED, RETURNED, Ledger, message_of
 
 BROKEN = Outcome("raised", payload='"boom"', error="shop.Broken")
@@ -446,3 +447,18 @@ def test_a_planned_step_says_what_it_waits_for(funded: Ledger) -> None:
     ]
     told = story(funded, first.task_id)
     assert [(one["task_id"], one["step"]) for one in told.steps] == [(step.task_id, 1)]
+
+
+def test_of_a_long_life_the_last_is_listed_and_the_rest_is_counted(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stories_of, "LISTED", 3)
+    ledger.set("b", 100)
+    request, attempt = ledger.start(10)
+    for number in range(5):
+        attempt.record(1, key=f"k{number}")
+    told = story(ledger, request.task_id)
+    assert [one["key"] for one in told.usage] == ["key:k2", "key:k3", "key:k4"]
+    assert told.left_out == {"usage": 2}
+    assert attempt.end(RETURNED)
+    assert story(ledger, ledger.reserve(1).task_id).left_out == {}

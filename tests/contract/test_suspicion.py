@@ -198,7 +198,7 @@ def test_what_was_published_in_a_time_to_come_overtakes_nothing(wide: Ledger) ->
 def test_what_was_started_since_is_not_given_up(wide: Ledger) -> None:
     """It was seen for the last time, and has asked to be retried before that was acted on."""
     request = publish(wide)
-    [seen] = wide.store.read(silent.silent, wide.root, 10)
+    [seen] = wide.store.read(silent.look, wide.root, 10).unstarted
     attempt = wide.run(request)
     wide.retry(request, attempt)
     attempt.end(RETRIED)
@@ -208,13 +208,13 @@ def test_what_was_started_since_is_not_given_up(wide: Ledger) -> None:
 
 def test_what_is_published_again_since_is_not_given_up(wide: Ledger) -> None:
     request = publish(wide, envelope="empty")
-    [seen] = wide.store.read(silent.silent, wide.root, 10)
+    [seen] = wide.store.read(silent.look, wide.root, 10).unstarted
     assert wide.recover() == Recovered(republished=1)
     assert not wide.store.run(lapses.undelivered, wide.root, seen)
     assert copies(wide) == 1
     assert not wide.store.run(lapses.undelivered, wide.root, seen)
     wait(wide, request, HOUR_US)
-    [seen] = wide.store.read(silent.silent, wide.root, 10)
+    [seen] = wide.store.read(silent.look, wide.root, 10).unstarted
     assert wide.store.run(lapses.undelivered, wide.root, seen)
     assert wide.state(request) == "released"
 

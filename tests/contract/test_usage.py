@@ -8,6 +8,7 @@ import pytest
 
 from celery_budget.core.reservations import Outcome, Refused
 from celery_budget.errors import InvalidAmount
+from celery_budget.store import Store
 from tests.contract.support import RAISED, RETURNED, Ledger
 
 MOST = 2**63 - 1
@@ -52,6 +53,11 @@ class Limit(BaseException):
     """Strikes while the ledger is told, as a soft time limit does."""
 
 
+def telling(store: Store) -> str:
+    """The method by which a store is told what was used."""
+    return "wait_out" if store.dialect == "sqlite" else "wait_out_statement"
+
+
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("key", [None, "reply"])
 @pytest.mark.parametrize("outcome", [RETURNED, RAISED])
@@ -64,15 +70,15 @@ def test_what_was_interrupted_is_recorded_with_the_end(
 ) -> None:
     request, attempt = funded.start(10)
     attempt.record(1)
-    wait_out = funded.store.wait_out
+    wait_out = getattr(funded.store, telling(funded.store))
 
-    def strike(*args: Any) -> None:
+    def strike(*args: Any, **options: Any) -> None:
         if committed:
-            wait_out(*args)
+            wait_out(*args, **options)
         raise Limit
 
     with monkeypatch.context() as patch:
-        patch.setattr(funded.store, "wait_out", strike)
+        patch.setattr(funded.store, telling(funded.store), strike)
         with pytest.raises(Limit):
             attempt.record(4, key=key)
     assert attempt.end(outcome)
@@ -85,11 +91,11 @@ def test_what_was_interrupted_and_cannot_be_keeps_no_attempt_from_its_end(
 ) -> None:
     request, attempt = funded.start(10)
 
-    def strike(*args: Any) -> None:
+    def strike(*args: Any, **options: Any) -> None:
         raise Limit
 
     with monkeypatch.context() as patch:
-        patch.setattr(funded.store, "wait_out", strike)
+        patch.setattr(funded.store, telling(funded.store), strike)
         for amount, unit in ((1, "no such unit"), (MOST, None), (MOST, None)):
             with pytest.raises(Limit):
                 attempt.record(amount, unit=unit)

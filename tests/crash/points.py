@@ -104,7 +104,7 @@ _DELIVER = "celery.worker.worker:WorkController._process_task"
 _HANDED = _died(_DELIVER, "before", "machine")
 _ACKNOWLEDGE = "celery_budget.integration.worker:BudgetRequest.acknowledge"
 _BACKEND = "celery.backends.redis:RedisBackend"
-_PUBLISH = "celery_budget.integration.publisher:KombuPublisher.publish"
+_PUBLISH = "celery_budget.integration.publisher:KombuPublisher.publish_all"
 
 STEPS = (
     # The caller's process.

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from threading import Barrier
 
-import psutil
 import pytest
 import sqlalchemy as sa
 
@@ -20,23 +15,6 @@ from tests.cluster import WAIT
 from tests.services.postgres import PostgresServer
 
 pytestmark = [pytest.mark.fault, pytest.mark.postgres]
-
-
-@contextmanager
-def stopped(server: PostgresServer) -> Iterator[None]:
-    """Have all processes of a server stand still, as where its machine or disk does."""
-    postmaster = psutil.Process(server.pid)
-    # It first: it would fork meanwhile.
-    postmaster.suspend()
-    family = [postmaster, *postmaster.children(recursive=True)]
-    for one in family:
-        one.suspend()
-    try:
-        yield
-    finally:
-        for one in family:
-            with suppress(psutil.NoSuchProcess):
-                os.kill(one.pid, signal.SIGCONT)
 
 
 def answer(connection: sa.Connection, together: Barrier | None = None) -> int:
@@ -52,7 +30,7 @@ def test_it_is_given_up_within_a_bound(own_postgres: PostgresServer) -> None:
         # Each has its connection before the server stands still.
         together = Barrier(len(ways))
         assert list(threads.map(lambda way: way(answer, together), ways)) == [42] * 3
-        with stopped(own_postgres):
+        with own_postgres.stopped():
             begun = time.monotonic()
             asked = [threads.submit(way, answer) for way in ways]
             for one in asked:

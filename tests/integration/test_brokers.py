@@ -21,6 +21,7 @@ from celery_budget.errors import (
     NotQuarantined,
     UnsupportedPublication,
 )
+from celery_budget.integration import links, ways
 from celery_budget.integration.results import BackendResults
 from celery_budget.relay import Relay, Relayed
 from celery_budget.store import schema
@@ -427,6 +428,228 @@ def test_what_is_published_again_carries_its_new_reservation(make_shop: MakeShop
         shop.budget.requeue(result.id)
 
 
+# Several at a time
+
+
+def warm(shop: Shop, draft: Any, window: int = 8) -> None:
+    """Have the broker answer until it is trusted with so many messages at a time."""
+    while shop.publisher.window("") < window:
+        for _ in range(shop.publisher.window("")):
+            draft.delay()
+        shop.relay()
+    assert shop.received()
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many messages went out before their answers were awaited, each time.
+
+    However slow this machine is just now.
+    """
+    sizes: list[int] = []
+    for name in ("QUICK_SECONDS", "SLOW_SECONDS"):
+        monkeypatch.setattr(links, name, 600.0)
+    for way in (ways.Confirmed, ways.Pipelined):
+        send = way.send
+
+        def counted(self: Any, parcels: Any, send: Any = send) -> Any:
+            sizes.append(len(parcels))
+            return send(self, parcels)
+
+        monkeypatch.setattr(way, "send", counted)
+    return sizes
+
+
+@on_rabbitmq
+@pytest.mark.redis
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+def test_more_go_out_together_while_the_broker_answers(
+    make_shop: MakeShop, redis_url: str, rabbitmq_url: str, broker: str, windows: list[int]
+) -> None:
+    shop = make_shop(broker_url=redis_url if broker == "redis" else rabbitmq_url)
+    shop.budget.set("tenant:a", limit=100)
+    draft = budgeted_task(shop)
+    wanted = [draft.delay().id for _ in range(20)]
+    assert shop.relay() == Relayed(published=20, taken=20)
+    assert ids(shop.received()) == wanted
+    assert windows == [1, 2, 4, 8, 5]
+    draft.delay()
+    assert shop.relay().published == 1
+    assert windows[5:] == [1], "one alone does not wait for others"
+
+
+@on_rabbitmq
+def test_what_comes_back_of_a_window_is_told_by_its_name(
+    make_shop: MakeShop, rabbitmq_url: str, windows: list[int], sockets: list[Any]
+) -> None:
+    shop = make_shop(broker_url=rabbitmq_url)
+    shop.budget.set("tenant:a", limit=100)
+    draft = budgeted_task(shop)
+    nowhere = {"exchange": "amq.direct", "routing_key": "nobody"}
+    # From now on the exchange is known to be there.
+    draft.apply_async(**nowhere)
+    assert shop.relay().quarantined == 1
+    warm(shop, draft)
+    windows.clear()
+    first = draft.delay().id
+    lost = [draft.apply_async(**nowhere).id for _ in range(2)]
+    rest = [draft.delay().id for _ in range(3)]
+    assert shop.relay() == Relayed(published=4, failed=2, quarantined=2, taken=6)
+    # All of them together; what came back once more, since its queue may have been deleted.
+    assert windows == [6, 1, 1]
+    assert ids(shop.received()) == [first, *rest]
+    assert {one.task_id for one in shop.budget.quarantine()} >= set(lost)
+    assert len(sockets) == 1
+
+
+@on_rabbitmq
+def test_what_a_full_queue_refuses_of_a_window_is_told_by_its_number(
+    make_shop: MakeShop, rabbitmq_url: str, windows: list[int]
+) -> None:
+    arguments = {"x-max-length": 2, "x-overflow": "reject-publish"}
+    shop = make_shop(broker_url=rabbitmq_url)
+    shop.budget.set("tenant:a", limit=100)
+    shop.app.amqp.queues.add(Queue("full", queue_arguments=arguments))
+    draft = budgeted_task(shop)
+    draft.apply_async(queue="full")
+    assert shop.relay().published == 1
+    warm(shop, draft)
+    windows.clear()
+    tasks = [
+        draft.apply_async(**where).id for where in ({"queue": "full"}, {}, {"queue": "full"}, {})
+    ]
+    assert shop.relay() == Relayed(published=3, failed=1, taken=4)
+    assert windows == [4]
+    assert ids(shop.received()) == [tasks[1], tasks[3]]
+    [refused] = [row for row in shop.rows(schema.outbox) if row.state == "due"]
+    assert (refused.task_id, refused.failures) == (tasks[2], 1)
+
+
+@on_rabbitmq
+def test_a_channel_that_closes_over_one_message_of_a_window_costs_no_other(
+    make_shop: MakeShop, rabbitmq_url: str, windows: list[int], sockets: list[Any]
+) -> None:
+    """Its exchange was deleted since. What was not confirmed by then goes out once more."""
+    shop = make_shop(broker_url=rabbitmq_url)
+    shop.budget.set("tenant:a", limit=100)
+    draft = budgeted_task(shop)
+    gone = Queue("gone", Exchange("gone", durable=False), routing_key="gone")
+    shop.app.amqp.queues.add(gone)
+    draft.apply_async(queue="gone", exchange="gone", routing_key="gone")
+    assert shop.relay().published == 1
+    warm(shop, draft)
+    with rabbitmq.connect(rabbitmq_url) as connection:
+        connection.channel().exchange_delete("gone")
+    windows.clear()
+    before = [draft.delay().id for _ in range(2)]
+    there = draft.apply_async(queue="gone", exchange="gone", routing_key="gone").id
+    after = [draft.delay().id for _ in range(2)]
+    assert shop.relay() == Relayed(published=5, taken=5)
+    assert windows[0] == 5
+    found = Counter(ids(shop.received()))
+    assert set(found) == {*before, *after}
+    assert max(found.values()) <= 2
+    # Its exchange and queue were declared anew.
+    assert ids(received(shop.app, "gone"))[-1] == there
+    assert len(sockets) == 1
+
+
+@on_rabbitmq
+def test_a_connection_that_ends_within_a_window_leaves_its_messages_in_doubt(
+    make_shop: MakeShop,
+    own_rabbitmq: RabbitServer,
+    windows: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shop = make_shop(broker_url=own_rabbitmq.create_vhost())
+    shop.budget.set("tenant:a", limit=100)
+    draft = budgeted_task(shop)
+    warm(shop, draft)
+    wanted = [draft.delay().id for _ in range(6)]
+    send = ways.Confirmed._send
+
+    def cut(self: Any, number: int, parcel: Any) -> None:
+        send(self, number, parcel)
+        if number == 3:
+            own_rabbitmq.close_connections()
+
+    windows.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(ways.Confirmed, "_send", cut)
+        first = shop.relay()
+    assert windows == [6]
+    assert first.broker_down
+    assert shop.publisher.window("") == 1, "with a new connection it begins anew"
+    waiting = [row for row in shop.rows(schema.outbox) if row.state == "due"]
+    assert len(waiting) == 6 - first.published
+    assert {(row.failures, row.taken_by) for row in waiting} == {(0, None)}
+    shop.make_due()
+    one, published = a_relay(shop), first.published
+    while published < 6:
+        published += one.run_once(NEVER).published
+    found = Counter(ids(shop.received()))
+    assert set(found) == set(wanted)
+    assert max(found.values()) <= 2
+
+
+@pytest.mark.redis
+def test_what_redis_refuses_of_a_pipeline_is_the_message_it_refuses(
+    make_shop: MakeShop, redis_url: str, windows: list[int]
+) -> None:
+    shop = make_shop(broker_url=redis_url)
+    shop.budget.set("tenant:a", limit=100)
+    draft = budgeted_task(shop)
+    warm(shop, draft)
+    with Redis.from_url(redis_url) as client:
+        draft.apply_async(queue="strange")
+        assert shop.relay().published == 1
+        # No list any more, so that nothing can be put in front of it.
+        client.delete("strange")
+        client.set("strange", "x")
+        windows.clear()
+        tasks = [draft.apply_async(**where).id for where in ({}, {"queue": "strange"}, {}, {})]
+        assert shop.relay().published == 3
+        assert windows == [4]
+        assert ids(shop.received()) == [tasks[0], *tasks[2:]]
+        row = next(row for row in shop.rows(schema.outbox) if row.task_id == tasks[1])
+        assert (row.state, row.failures, row.taken_by) == ("due", 0, None)
+        assert "WRONGTYPE" in row.last_error
+        client.delete("strange")
+    shop.make_due()
+    one = a_relay(shop)
+    while any(row.state == "due" for row in shop.rows(schema.outbox)):
+        one.run_once(NEVER)
+    assert tasks[1] in ids(received(shop.app, "strange"))
+
+
+@pytest.mark.redis
+def test_a_pipeline_that_breaks_leaves_its_messages_in_doubt(
+    make_shop: MakeShop, redis_url: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis has written all of them; nobody has heard it."""
+    shop = make_shop(broker_url=redis_url)
+    shop.budget.set("tenant:a", limit=100)
+    draft = budgeted_task(shop)
+    warm(shop, draft)
+    wanted = [draft.delay().id for _ in range(4)]
+    execute = ways.Pipelined._execute
+
+    def broken(self: Any, written: Any) -> Any:
+        execute(self, written)
+        raise ConnectionResetError("reset by peer")
+
+    windows.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(ways.Pipelined, "_execute", broken)
+        assert shop.relay() == Relayed(taken=4, broker_down=True)
+    assert windows == [4]
+    rows = [row for row in shop.rows(schema.outbox) if row.state == "due"]
+    assert [(row.failures, row.taken_by) for row in rows] == [(0, None)] * 4
+    shop.make_due()
+    assert shop.relay().published == 4
+    assert Counter(ids(shop.received())) == Counter(wanted * 2)
+
+
 # What a broker that is there does not answer
 
 
@@ -449,7 +672,8 @@ def test_a_connection_that_went_away_meanwhile_costs_no_try(
 def test_a_broker_without_memory_gets_nothing_until_it_has_some(
     make_shop: MakeShop, own_rabbitmq: RabbitServer, connected: bool, sockets: list[Any]
 ) -> None:
-    """But for the one message that is on its way when memory runs out: that may come twice."""
+    """But for what is on its way when memory runs out, as many as were sent together: that may come
+    twice."""
     shop = make_shop(broker_url=own_rabbitmq.create_vhost(), budget_publish_seconds=4)
     draft = budgeted_task(shop)
     if connected:
@@ -474,7 +698,8 @@ def test_a_broker_without_memory_gets_nothing_until_it_has_some(
     assert len(sockets) == 1 + connected
     found = ids(shop.received())
     assert set(found) == set(wanted)
-    assert len(found) <= 3 + connected
+    # After one that was answered two go out together.
+    assert len(found) <= 3 + 2 * connected
 
 
 class Line:
@@ -550,20 +775,20 @@ def test_a_broker_that_does_not_answer_is_given_up_for_a_while(
     draft.delay()
     assert shop.relay().published == 1
     line.hold()
-    first, second = draft.delay().id, draft.delay().id
+    first, second, third = (draft.delay().id for _ in range(3))
     relayed = shop.relay()
     assert (relayed.published, relayed.broker_down) == (0, True)
     rows = {row.task_id: row for row in shop.rows(schema.outbox)}
-    assert [rows[one].state for one in (first, second)] == ["due"] * 2
-    # Of the first nobody knows: it comes later. The second one was never sent.
-    assert [rows[one].taken_by for one in (first, second)] == [None, None]
-    assert rows[first].due_us > rows[second].due_us
+    assert [rows[one].state for one in (first, second, third)] == ["due"] * 3
+    # Of the first two nobody knows: they come later. The third one was never sent.
+    assert [rows[one].taken_by for one in (first, second, third)] == [None] * 3
+    assert min(rows[first].due_us, rows[second].due_us) > rows[third].due_us
     line.let_go()
     shop.make_due()
     one, published = a_relay(shop), 0
-    while published < 2:
+    while published < 3:
         published += one.run_once(NEVER).published
-    assert set(ids(shop.received())) >= {first, second}
+    assert set(ids(shop.received())) >= {first, second, third}
 
 
 @on_rabbitmq

@@ -101,7 +101,8 @@ def test_what_has_run_goes_out_without_its_end(on_both: Shop, work: Any) -> None
         claims.claim_due, on_both.budget.settings.root, "", 1, 60_000_000, new_id()
     )
     [due] = batch.messages
-    on_both.publisher.publish(replace(due.message, expires_us=None, left_us=None))
+    message = replace(due.message, expires_us=None, left_us=None)
+    assert on_both.publisher.publish_all([message]) == [None]
     [message] = on_both.received()
     assert message.headers["expires"] is None
     assert "expiration" not in message.properties

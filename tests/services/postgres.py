@@ -14,12 +14,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import psutil
 import psycopg
 from psycopg import sql
 
@@ -196,6 +197,46 @@ class PostgresServer(_Databases, Service):
         # Where the port was taken, somebody else's server answers.
         return row is not None and Path(row[0]) == self.data
 
+    def shut_down_immediately(self) -> None:
+        """Have the server cut all sessions and end at once, without a checkpoint."""
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGQUIT)
+        process.wait(timeout=20)
+        self.kill()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Have all its processes stand still, as where its disk hangs; the kernel still answers."""
+        postmaster = psutil.Process(self.pid)
+        # It first: it would fork meanwhile.
+        postmaster.suspend()
+        family = [postmaster, *postmaster.children(recursive=True)]
+        for one in family:
+            one.suspend()
+        try:
+            yield
+        finally:
+            for one in family:
+                with suppress(psutil.NoSuchProcess):
+                    one.resume()
+
+    def until(self, question: str, timeout_seconds: float = 30.0) -> None:
+        """Ask this query until its one answer is true."""
+        self._await(sql.SQL(question), timeout_seconds, f"says no to {question!r}")
+
+    def _await(self, question: sql.Composable, timeout_seconds: float, failure: str) -> None:
+        """Ask until the answer is true."""
+        deadline = time.monotonic() + timeout_seconds
+        with psycopg.connect(plain_url(self.url), autocommit=True) as connection:
+            while True:
+                row = connection.execute(sql.Composed([question])).fetchone()
+                if row is not None and row[0]:
+                    return
+                if time.monotonic() > deadline:
+                    raise StartFailed(f"{self.name} {failure} in {timeout_seconds:g} s")
+                time.sleep(0.01)
+
     def _crashed(self) -> None:
         """Free the small System V segment that a killed server leaves behind."""
         with suppress(OSError, IndexError, ValueError):
@@ -279,18 +320,6 @@ class PostgresReplica(PostgresServer):
         """Make it a primary; returns when it can be written to."""
         self.execute(sql.SQL("SELECT pg_promote(false)"))
         self._await(sql.SQL("SELECT NOT pg_is_in_recovery()"), timeout_seconds, "did not promote")
-
-    def _await(self, question: sql.Composable, timeout_seconds: float, failure: str) -> None:
-        """Ask until the answer is true."""
-        deadline = time.monotonic() + timeout_seconds
-        with psycopg.connect(plain_url(self.url), autocommit=True) as connection:
-            while True:
-                row = connection.execute(sql.Composed([question])).fetchone()
-                if row is not None and row[0]:
-                    return
-                if time.monotonic() > deadline:
-                    raise StartFailed(f"{self.name} {failure} in {timeout_seconds:g} s")
-                time.sleep(0.01)
 
 
 class ExternalPostgres(_Databases):

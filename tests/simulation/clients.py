@@ -213,10 +213,16 @@ class Publisher:
     client: Client
     world: World
 
-    def publish(self, message: WireMessage) -> None:
-        self.client.stop("publish")
-        self.world.at_publish(message)
-        self.world.queue.append(message)
+    def window(self, broker: str) -> int:
+        # As a broker does that has answered quickly so far, or that has not.
+        return self.client.chance.choice([1, 3])
+
+    def publish_all(self, messages: Sequence[WireMessage]) -> list[None]:
+        for message in messages:
+            self.client.stop("publish")
+            self.world.at_publish(message)
+            self.world.queue.append(message)
+        return [None] * len(messages)
 
     def reset(self) -> None:
         raise AssertionError("this broker is never down")
@@ -344,8 +350,12 @@ class Quiet:
 
     world: World
 
-    def publish(self, message: WireMessage) -> None:
-        self.world.queue.append(message)
+    def window(self, broker: str) -> int:
+        return 10
+
+    def publish_all(self, messages: Sequence[WireMessage]) -> list[None]:
+        self.world.queue.extend(messages)
+        return [None] * len(messages)
 
     def reset(self) -> None:
         raise AssertionError("this broker is never down")

@@ -32,6 +32,7 @@ STORE = StoreSeen(
     },
     version=140_005,
     max_connections=100,
+    standbys=(1, 1),
     clock_seconds=0.2,
     round_trip_seconds=0.01,
     mark="m",
@@ -193,6 +194,13 @@ WRONG: list[tuple[str, str, str, Facts]] = [
         store(distributed=True, undistributed=("budget_new",)),
     ),
     ("durability", "error", "fsync is off", store(settings={"fsync": "off"})),
+    ("standbys", "warning", "2 standbys, and no commit waits", store(standbys=(2, 0))),
+    (
+        "standbys",
+        "warning",
+        "1 standby, and synchronous_commit is local",
+        store(standbys=(1, 1), settings={"synchronous_commit": "local"}),
+    ),
     ("server-version", "error", "PostgreSQL 13", store(version=130_011)),
     (
         "statement-timeout",
@@ -292,17 +300,18 @@ def test_every_rule_is_triggered_by_some_test() -> None:
             store(error="refused"),
             {
                 "migrations", "read-only", "disk", "sqlite-network", "sqlite-hosts", "durability",
-                "server-version", "statement-timeout", "clock", "time-zones", "relay",
+                "standbys", "server-version", "statement-timeout", "clock", "time-zones", "relay",
                 "distributed",
             },
         ),
+        (store(standbys=None), {"standbys"}),
         (
             store(schema_error="version 0006"),
             {"read-only", "time-zones", "relay", "distributed"},
         ),
         (broker(error=None), {"broker"}),
     ],
-    ids=["workers", "ledger", "tables", "broker"],
+    ids=["workers", "ledger", "standbys", "tables", "broker"],
 )  # fmt: skip
 def test_what_cannot_be_seen_is_skipped_with_the_reason(facts: Facts, skipped: set[str]) -> None:
     found = judge(facts)

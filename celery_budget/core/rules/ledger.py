@@ -144,6 +144,28 @@ def _durability(facts: Facts) -> Iterator[Seen]:
 
 
 @rule(
+    "standbys",
+    "warning",
+    "what the ledger commits is on a standby as well, where it has any",
+    "a standby that takes over may lack the last requests that were accepted, and what was spent",
+    "name one in synchronous_standby_names, and set synchronous_commit to on or remote_apply (see "
+    "docs/high-availability.md)",
+)
+@of_postgresql
+def _standbys(facts: Facts) -> list[Seen] | Skipped:
+    if facts.store.standbys is None:
+        return Skipped("this user may not see whether the server has standbys")
+    standbys, synchronous = facts.store.standbys
+    level = facts.store.settings.get("synchronous_commit")
+    has = f"the server has {standbys} standby{'s' if standbys > 1 else ''}"
+    if standbys and not synchronous:
+        return [f"{has}, and no commit waits for one"]
+    if standbys and level in ("local", "off"):
+        return [f"{has}, and synchronous_commit is {level}"]
+    return []
+
+
+@rule(
     "server-version",
     "error",
     "the server is of a version that is supported",

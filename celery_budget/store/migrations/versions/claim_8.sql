@@ -22,47 +22,90 @@ DECLARE
     v_row record;
     v_current record;
     v_now bigint;
-    v_elapsed bigint := 0;
-    v_left bigint;
+    v_first boolean;
 BEGIN
     PERFORM set_config('lock_timeout', p_lock_ms, true);
-    SELECT r.task_id, r.nesting, r.state, r.retries, r.attempts, r.deliveries, r.deadline_us,
-           r.charges_start, r.lane
-      INTO v_row
-      FROM budget_reservations r
+    -- At once what was never claimed: it has no attempt, and none that is parked. Looked at by one
+    -- snapshot, it could be wrong only where an attempt was claimed meanwhile, which the row tells.
+    UPDATE budget_reservations r
+       SET state = 'running', attempts = 1, deliveries = r.deliveries + 1
      WHERE r.root = p_root AND r.reservation_id = p_reservation
-       FOR NO KEY UPDATE;
-    IF NOT FOUND OR v_row.task_id <> p_task_id OR v_row.nesting <> p_nesting THEN
-        RETURN QUERY SELECT 'missing', NULL::integer, NULL::bigint, NULL::bigint, NULL::bigint,
-            NULL::text, NULL::text;
-        RETURN;
+       AND r.task_id = p_task_id AND r.nesting = p_nesting AND r.retries = p_retries
+       AND r.state IN ('reserved', 'published') AND r.attempts = 0
+       AND (r.deadline_us IS NULL
+            OR r.deadline_us > CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
+    RETURNING r.retries, 0 AS attempts, r.deadline_us, r.charges_start, r.lane INTO v_row;
+    v_first := FOUND;
+    IF NOT v_first THEN
+        SELECT r.task_id, r.nesting, r.state, r.retries, r.attempts, r.deadline_us,
+               r.charges_start, r.lane
+          INTO v_row
+          FROM budget_reservations r
+         WHERE r.root = p_root AND r.reservation_id = p_reservation
+           FOR NO KEY UPDATE;
+        IF NOT FOUND OR v_row.task_id <> p_task_id OR v_row.nesting <> p_nesting THEN
+            outcome := 'missing';
+            RETURN NEXT;
+            RETURN;
+        END IF;
     END IF;
     v_now := CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint);
-    v_left := v_row.deadline_us - v_now;
-    IF p_within IS NOT NULL AND v_row.attempts > 0 THEN
-        SELECT greatest(0, v_now - a.started_us) INTO v_elapsed
+    elapsed_us := 0;
+    deadline_us := v_row.deadline_us;
+    left_us := v_row.deadline_us - v_now;
+
+    IF NOT v_first THEN
+        IF p_within IS NOT NULL AND v_row.attempts > 0 THEN
+            SELECT greatest(0, v_now - a.started_us) INTO elapsed_us
+              FROM budget_attempts a
+             WHERE a.root = p_root AND a.reservation_id = p_reservation AND a.attempt = 1;
+        END IF;
+        SELECT a.attempt, a.claim_id, a.retries, a.boot_id, a.ended_us, a.outcome, a.payload,
+               a.lease_until_us
+          INTO v_current
           FROM budget_attempts a
-         WHERE a.root = p_root AND a.reservation_id = p_reservation AND a.attempt = 1;
-    END IF;
-    SELECT a.attempt, a.claim_id, a.retries, a.boot_id, a.ended_us, a.outcome, a.payload,
-           a.lease_until_us
-      INTO v_current
-      FROM budget_attempts a
-     WHERE v_row.attempts > 0 AND a.root = p_root AND a.reservation_id = p_reservation
-       AND a.attempt = v_row.attempts;
+         WHERE a.root = p_root AND a.reservation_id = p_reservation
+           AND a.attempt = v_row.attempts;
+        IF v_current.claim_id = p_claim THEN
+            -- Its answer was lost.
+            attempt := v_current.attempt;
+            outcome := CASE WHEN v_current.ended_us IS NULL THEN 'claimed' ELSE 'replay' END;
+            said := v_current.outcome;
+            payload := v_current.payload;
+            RETURN NEXT;
+            RETURN;
+        END IF;
 
-    IF v_current.claim_id = p_claim AND v_current.ended_us IS NULL THEN
-        RETURN QUERY SELECT 'claimed', v_current.attempt, v_elapsed, v_row.deadline_us, v_left,
-            NULL::text, NULL::text;
-        RETURN;
-    END IF;
-    IF v_current.claim_id = p_claim THEN
-        RETURN QUERY SELECT 'replay', v_current.attempt, NULL::bigint, v_row.deadline_us,
-            NULL::bigint, v_current.outcome::text, v_current.payload;
-        RETURN;
-    END IF;
+        IF v_row.state NOT IN ('reserved', 'published', 'waiting') OR v_row.retries <> p_retries
+        THEN
+            IF v_current.lease_until_us IS NULL OR v_current.retries <> p_retries THEN
+                outcome := CASE WHEN v_row.state = 'running' THEN 'running' ELSE 'closed' END;
+                said := v_row.state;
+                RETURN NEXT;
+                RETURN;
+            END IF;
+            -- It runs, or it is being asked about, or its worker is still busy with what follows;
+            -- should that worker be gone, recovery publishes the message again when the lease has
+            -- lapsed.
+            IF v_current.ended_us IS NULL OR v_current.outcome = 'uncertain'
+               OR (v_current.lease_until_us > v_now AND v_current.boot_id <> c_nobody) THEN
+                outcome := 'running';
+                RETURN NEXT;
+                RETURN;
+            END IF;
+            UPDATE budget_attempts a
+               SET claim_id = p_claim, worker = p_worker, boot_id = p_boot, pid = p_pid,
+                   lease_until_us = v_now + p_lease, suspected_us = NULL
+             WHERE a.root = p_root AND a.reservation_id = p_reservation
+               AND a.attempt = v_current.attempt;
+            outcome := 'replay';
+            attempt := v_current.attempt;
+            said := v_current.outcome;
+            payload := v_current.payload;
+            RETURN NEXT;
+            RETURN;
+        END IF;
 
-    IF v_row.state IN ('reserved', 'published', 'waiting') AND v_row.retries = p_retries THEN
         -- The broker's own redelivery: what it would need is not held yet, or its lane has no room
         -- for it. It is published again when it fits.
         IF EXISTS (
@@ -73,77 +116,58 @@ BEGIN
              WHERE o.root = p_root AND o.reservation_id = p_reservation
                AND o.retries = v_row.retries AND o.state = 'held'
         )) THEN
-            RETURN QUERY SELECT 'closed', NULL::integer, NULL::bigint, NULL::bigint, NULL::bigint,
-                v_row.state::text, NULL::text;
+            outcome := 'closed';
+            said := v_row.state;
+            RETURN NEXT;
             RETURN;
         END IF;
-        IF v_left <= 0 OR (v_current.attempt IS NOT NULL
-                           AND (v_row.attempts >= p_most OR v_elapsed > p_within)) THEN
-            RETURN QUERY SELECT 'general', NULL::integer, NULL::bigint, NULL::bigint, NULL::bigint,
-                NULL::text, NULL::text;
+        IF left_us <= 0 OR (v_current.attempt IS NOT NULL
+                            AND (v_row.attempts >= p_most OR elapsed_us > p_within)) THEN
+            outcome := 'general';
+            RETURN NEXT;
             RETURN;
         END IF;
-        IF v_current.payload IS NOT NULL AND (p_limited OR v_left IS NOT NULL) THEN
+        IF v_current.payload IS NOT NULL AND (p_limited OR left_us IS NOT NULL) THEN
             UPDATE budget_attempts a SET payload = NULL
              WHERE a.root = p_root AND a.reservation_id = p_reservation
                AND a.attempt = v_current.attempt;
         END IF;
-        INSERT INTO budget_attempts (
-            root, reservation_id, attempt, claim_id, retries, worker, boot_id, pid, late_ack, rerun,
-            inquires, started_us, lease_until_us, replays, queue, publishes, published_us)
-        SELECT p_root, p_reservation, v_row.attempts + 1, p_claim, v_row.retries, p_worker, p_boot,
-               p_pid, p_late_ack, p_rerun, p_inquires, v_now, v_now + p_lease, 0,
-               o.queue, o.publishes, o.published_us
-          FROM (SELECT 1) AS one
-          LEFT JOIN budget_outbox o
-            ON o.root = p_root AND o.reservation_id = p_reservation AND o.retries = v_row.retries;
         UPDATE budget_reservations r
            SET state = 'running', attempts = r.attempts + 1, deliveries = r.deliveries + 1
          WHERE r.root = p_root AND r.reservation_id = p_reservation;
-        IF v_row.charges_start THEN
-            PERFORM budget_move(
-                p_root, array_agg(l.budget::text), array_agg(l.window_us), array_agg(l.stripe),
-                array_agg(-l.reserved), array_agg(l.reserved), array_agg(p_reservation), 'start',
-                p_who, NULL)
-               FROM (
-                SELECT n.budget, n.window_us, n.stripe, n.reserved
-                  FROM budget_lines n
-                 WHERE n.root = p_root AND n.reservation_id = p_reservation AND n.charge = 'start'
-                   AND n.reserved > 0
-                 ORDER BY n.line
-               ) AS l
-             HAVING count(*) > 0;
-            UPDATE budget_lines l
-               SET used = l.used + l.reserved, settled = l.settled + l.reserved, reserved = 0
-             WHERE l.root = p_root AND l.reservation_id = p_reservation AND l.charge = 'start';
-        END IF;
-        IF v_row.lane IS NOT NULL THEN
-            PERFORM budget_wake(p_root);
-        END IF;
-        RETURN QUERY SELECT 'claimed', v_row.attempts + 1, v_elapsed, v_row.deadline_us, v_left,
-            NULL::text, NULL::text;
-        RETURN;
     END IF;
 
-    IF v_current.lease_until_us IS NULL OR v_current.retries <> p_retries THEN
-        RETURN QUERY SELECT CASE WHEN v_row.state = 'running' THEN 'running' ELSE 'closed' END,
-            NULL::integer, NULL::bigint, NULL::bigint, NULL::bigint, v_row.state::text, NULL::text;
-        RETURN;
+    outcome := 'claimed';
+    attempt := v_row.attempts + 1;
+    INSERT INTO budget_attempts (
+        root, reservation_id, attempt, claim_id, retries, worker, boot_id, pid, late_ack, rerun,
+        inquires, started_us, lease_until_us, replays, queue, publishes, published_us)
+    SELECT p_root, p_reservation, v_row.attempts + 1, p_claim, v_row.retries, p_worker, p_boot,
+           p_pid, p_late_ack, p_rerun, p_inquires, v_now, v_now + p_lease, 0,
+           o.queue, o.publishes, o.published_us
+      FROM (SELECT 1) AS one
+      LEFT JOIN budget_outbox o
+        ON o.root = p_root AND o.reservation_id = p_reservation AND o.retries = v_row.retries;
+    IF v_row.charges_start THEN
+        PERFORM budget_move(
+            p_root, array_agg(l.budget::text), array_agg(l.window_us), array_agg(l.stripe),
+            array_agg(-l.reserved), array_agg(l.reserved), array_agg(p_reservation), 'start',
+            p_who, NULL)
+           FROM (
+            SELECT n.budget, n.window_us, n.stripe, n.reserved
+              FROM budget_lines n
+             WHERE n.root = p_root AND n.reservation_id = p_reservation AND n.charge = 'start'
+               AND n.reserved > 0
+             ORDER BY n.line
+           ) AS l
+         HAVING count(*) > 0;
+        UPDATE budget_lines l
+           SET used = l.used + l.reserved, settled = l.settled + l.reserved, reserved = 0
+         WHERE l.root = p_root AND l.reservation_id = p_reservation AND l.charge = 'start';
     END IF;
-    -- It runs, or it is being asked about, or its worker is still busy with what follows; should
-    -- that worker be gone, recovery publishes the message again when the lease has lapsed.
-    IF v_current.ended_us IS NULL OR v_current.outcome = 'uncertain'
-       OR (v_current.lease_until_us > v_now AND v_current.boot_id <> c_nobody) THEN
-        RETURN QUERY SELECT 'running', NULL::integer, NULL::bigint, NULL::bigint, NULL::bigint,
-            NULL::text, NULL::text;
-        RETURN;
+    IF v_row.lane IS NOT NULL THEN
+        PERFORM budget_wake(p_root);
     END IF;
-    UPDATE budget_attempts a
-       SET claim_id = p_claim, worker = p_worker, boot_id = p_boot, pid = p_pid,
-           lease_until_us = v_now + p_lease, suspected_us = NULL
-     WHERE a.root = p_root AND a.reservation_id = p_reservation
-       AND a.attempt = v_current.attempt;
-    RETURN QUERY SELECT 'replay', v_current.attempt, NULL::bigint, v_row.deadline_us, NULL::bigint,
-        v_current.outcome::text, v_current.payload;
+    RETURN NEXT;
 END
 $$
