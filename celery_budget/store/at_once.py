@@ -52,53 +52,45 @@ __all__ = ["Closing", "claim", "close", "end", "record"]
 #: An attempt that is to be closed: its reservation, its number, its fence.
 Closing = tuple[uuid.UUID, int, uuid.UUID]
 
-_CLAIM = (
-    "FROM budget_claim(:root, :reservation, :task_id, CAST(:nesting AS integer),"
+_CLAIM = Statement(
+    "SELECT c.* FROM budget_claim(:root, :reservation, :task_id, CAST(:nesting AS integer),"
     " CAST(:retries AS integer), :worker, :boot, CAST(:pid AS integer), :late_ack, :rerun,"
     " :inquires, :claim, CAST(:lease AS bigint), :limited, CAST(:most AS integer),"
-    " CAST(:within AS bigint), :who, :lock_ms) AS c"
-)
-_CLAIM_GIVEN = {
-    "root": TEXT,
-    "reservation": UUID_,
-    "task_id": TEXT,
-    "nesting": INTEGER,
-    "retries": INTEGER,
-    "worker": TEXT,
-    "boot": UUID_,
-    "pid": INTEGER,
-    "late_ack": BOOLEAN,
-    "rerun": BOOLEAN,
-    "inquires": BOOLEAN,
-    "claim": UUID_,
-    "lease": BIGINT,
-    "limited": BOOLEAN,
-    "most": INTEGER,
-    "within": BIGINT,
-    "who": TEXT,
-    "lock_ms": TEXT,
-}
-_CLAIM_FOUND = {
-    "outcome": TEXT,
-    "attempt": INTEGER,
-    "elapsed_us": BIGINT,
-    "deadline_us": BIGINT,
-    "left_us": BIGINT,
-    "said": TEXT,
-    "payload": TEXT,
-    "unclosed": UUIDS,
-}
-_CLOSE = (
-    "budget_close(:root, CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
-    " CAST(:fences AS uuid[]))"
-)
-_CLOSE_GIVEN = {"ids": UUIDS, "numbers": INTEGERS, "fences": UUIDS}
-_CLAIM_ALONE = Statement(
-    f"SELECT c.*, CAST(NULL AS uuid[]) AS unclosed {_CLAIM}", _CLAIM_GIVEN, _CLAIM_FOUND
-)
-#: What is selected is evaluated when the claim has been made.
-_CLAIM_AND_CLOSE = Statement(
-    f"SELECT c.*, {_CLOSE} AS unclosed {_CLAIM}", _CLAIM_GIVEN | _CLOSE_GIVEN, _CLAIM_FOUND
+    " CAST(:within AS bigint), CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
+    " CAST(:fences AS uuid[]), :who, :lock_ms) AS c",
+    {
+        "root": TEXT,
+        "reservation": UUID_,
+        "task_id": TEXT,
+        "nesting": INTEGER,
+        "retries": INTEGER,
+        "worker": TEXT,
+        "boot": UUID_,
+        "pid": INTEGER,
+        "late_ack": BOOLEAN,
+        "rerun": BOOLEAN,
+        "inquires": BOOLEAN,
+        "claim": UUID_,
+        "lease": BIGINT,
+        "limited": BOOLEAN,
+        "most": INTEGER,
+        "within": BIGINT,
+        "ids": UUIDS,
+        "numbers": INTEGERS,
+        "fences": UUIDS,
+        "who": TEXT,
+        "lock_ms": TEXT,
+    },
+    {
+        "outcome": TEXT,
+        "attempt": INTEGER,
+        "elapsed_us": BIGINT,
+        "deadline_us": BIGINT,
+        "left_us": BIGINT,
+        "said": TEXT,
+        "payload": TEXT,
+        "unclosed": UUIDS,
+    },
 )
 
 
@@ -137,12 +129,10 @@ def claim(
         "within": None if within is None else int(within * 1_000_000),
         "who": who(),
         "lock_ms": str(lock_ms),
+        **_of(closing),
     }
-    if closing:
-        parameters |= _of(closing)
-    statement = _CLAIM_AND_CLOSE if closing else _CLAIM_ALONE
-    row = statement.one(connection, parameters)
-    return _answer(row, claim_id), row.unclosed or []
+    row = _CLAIM.one(connection, parameters)
+    return _answer(row, claim_id), row.unclosed
 
 
 def _answer(row: Any, claim_id: uuid.UUID) -> Claimed | Replay | Running | Closed | Missing | None:
@@ -158,8 +148,11 @@ def _answer(row: Any, claim_id: uuid.UUID) -> Claimed | Replay | Running | Close
     return Missing() if row.outcome == "missing" else None
 
 
-_CLOSE_ALONE = Statement(
-    f"SELECT {_CLOSE} AS unclosed", {"root": TEXT, **_CLOSE_GIVEN}, {"unclosed": UUIDS}
+_CLOSE = Statement(
+    "SELECT budget_close(:root, CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
+    " CAST(:fences AS uuid[])) AS unclosed",
+    {"root": TEXT, "ids": UUIDS, "numbers": INTEGERS, "fences": UUIDS},
+    {"unclosed": UUIDS},
 )
 
 
@@ -168,7 +161,7 @@ def close(connection: Connection, root: str, closing: Sequence[Closing]) -> list
 
     Waits for nobody. Returns the reservations of those that are left to it.
     """
-    row = _CLOSE_ALONE.one(connection, {"root": root, **_of(closing)})
+    row = _CLOSE.one(connection, {"root": root, **_of(closing)})
     return list(row.unclosed)
 
 

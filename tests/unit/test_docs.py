@@ -29,11 +29,14 @@ NAME = re.compile(r"\bbudget_[a-z_]+\b")
 FUNCTIONS = {
     "budget_backlog",
     "budget_clock",
+    "budget_claim",
     "budget_decide",
+    "budget_end",
     "budget_limit",
     "budget_lock",
     "budget_move",
     "budget_pace",
+    "budget_record",
     "budget_reserve",
     "budget_wake",
 }

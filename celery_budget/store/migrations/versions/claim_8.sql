@@ -4,16 +4,20 @@
 -- 'general' is answered, and nothing is changed, where no further attempt may start: the deadline has
 -- passed, or p_most attempts or p_within are used up. How such a request ends is decided there.
 --
+-- Attempts that have ended are closed with one that is claimed, by budget_close: p_closing has their
+-- reservations. What is not is returned.
+--
 -- Locks: the reservation, so that deliveries of one message go one after another; then the balances
 -- of lines that are charged at the start, in the order (budget, window, stripe).
 CREATE FUNCTION budget_claim(
     p_root text, p_reservation uuid, p_task_id text, p_nesting integer, p_retries integer,
     p_worker text, p_boot uuid, p_pid integer, p_late_ack boolean, p_rerun boolean,
     p_inquires boolean, p_claim uuid, p_lease bigint, p_limited boolean, p_most integer,
-    p_within bigint, p_who text, p_lock_ms text
+    p_within bigint, p_closing uuid[], p_closing_attempts integer[], p_closing_claims uuid[],
+    p_who text, p_lock_ms text
 ) RETURNS TABLE (
     outcome text, attempt integer, elapsed_us bigint, deadline_us bigint, left_us bigint,
-    said text, payload text
+    said text, payload text, unclosed uuid[]
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
@@ -25,6 +29,7 @@ DECLARE
     v_first boolean;
 BEGIN
     PERFORM set_config('lock_timeout', p_lock_ms, true);
+    unclosed := p_closing;
     -- At once what was never claimed: it has no attempt, and none that is parked. Looked at by one
     -- snapshot, it could be wrong only where an attempt was claimed meanwhile, which the row tells.
     UPDATE budget_reservations r
@@ -67,7 +72,10 @@ BEGIN
          WHERE a.root = p_root AND a.reservation_id = p_reservation
            AND a.attempt = v_row.attempts;
         IF v_current.claim_id = p_claim THEN
-            -- Its answer was lost.
+            -- Its answer was lost. It is to be on the synchronous standbys before it is told.
+            IF current_setting('synchronous_standby_names') <> '' THEN
+                PERFORM pg_logical_emit_message(true, 'celery_budget', '');
+            END IF;
             attempt := v_current.attempt;
             outcome := CASE WHEN v_current.ended_us IS NULL THEN 'claimed' ELSE 'replay' END;
             said := v_current.outcome;
@@ -167,6 +175,9 @@ BEGIN
     END IF;
     IF v_row.lane IS NOT NULL THEN
         PERFORM budget_wake(p_root);
+    END IF;
+    IF cardinality(p_closing) > 0 THEN
+        unclosed := budget_close(p_root, p_closing, p_closing_attempts, p_closing_claims);
     END IF;
     RETURN NEXT;
 END

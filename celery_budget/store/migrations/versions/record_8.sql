@@ -81,6 +81,10 @@ BEGIN
         UPDATE budget_usage u SET repeated_by = p_attempt
          WHERE u.root = p_root AND u.reservation_id = p_reservation AND u.key = p_key
            AND u.unit = ANY (v_units) AND u.attempt < p_attempt;
+        -- What was there is to be on the synchronous standbys before it is told.
+        IF current_setting('synchronous_standby_names') <> '' THEN
+            PERFORM pg_logical_emit_message(true, 'celery_budget', '');
+        END IF;
         RETURN QUERY SELECT 'already', v_units, NULL::text, NULL::text, NULL::bigint, NULL::bigint;
         RETURN;
     END IF;
