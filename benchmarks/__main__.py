@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, relaying, reporting, starting, working
+from benchmarks import caller, hot, relaying, reporting, starting, working
 from benchmarks.measure import Comparison, Effort
 from benchmarks.servers import Servers
 from tests.services.base import ServiceUnavailable
@@ -22,6 +22,7 @@ from tests.services.base import ServiceUnavailable
 SHORT = {
     "caller": caller.run,
     "group": caller.run_group,
+    "hot": hot.run,
     "latency": starting.run,
     "relay": relaying.run,
     "worker": working.run,

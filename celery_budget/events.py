@@ -333,6 +333,7 @@ EVENTS = _events(
         "parked.listener_failed", _E, "what is to hear that task %(task_id)s was given up failed"
     ),
     Event("window.unmade", _W, "no window could be made ahead for budget %(name)r: %(error)s"),
+    Event("budget.spread", _I, "the counters of budget %(name)r are over %(stripes)d rows now"),
     Event("lane.asleep", _I, "lane %(lane)r releases nothing: %(reason)s"),
     Event("lane.awake", _I, "lane %(lane)r is awake: its workers answer"),
     Event("lane.failed", _E, "lane %(lane)r could not be dispatched; the next pass tries it again"),

@@ -14,7 +14,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from celery_budget.core.alerts import parse_thresholds
-from celery_budget.core.budgets import MILLION, check_name, check_unit
+from celery_budget.core.budgets import MILLION, MOST_STRIPES, check_name, check_unit
 from celery_budget.core.reservations import Again
 from celery_budget.core.usage import MONEY
 from celery_budget.errors import ConfigurationError, InvalidBudget
@@ -88,6 +88,8 @@ class Settings:
         are not.
     :ivar publish_seconds: for how long a message that a relay took is not taken by another.
     :ivar sweep_seconds: how often recovery is looked at, and parked work while there is none.
+    :ivar auto_stripes: over how many rows the counters of a budget are spread at most by the sweep,
+        where admissions wait for one another; 1 for none, 128 at most.
     :ivar republish_seconds: after this time a published message that was never started is looked
         for, and published again where it is lost; doubled each time it was.
     :ivar park_seconds: how long a parked request waits for budget.
@@ -147,6 +149,7 @@ class Settings:
     max_quarantine: int = 10_000
     publish_seconds: float = 30.0
     sweep_seconds: float = 1.0
+    auto_stripes: int = 64
     republish_seconds: float = 300.0
     park_seconds: float = 86_400.0
     max_parked: int = 10_000
@@ -282,6 +285,11 @@ class Settings:
                 check(getattr(self, name))
             except ValueError as exc:
                 raise ConfigurationError(f"{PREFIX}{name}: {exc}") from exc
+        if self.auto_stripes > MOST_STRIPES:
+            raise ConfigurationError(
+                f"{PREFIX}auto_stripes is {self.auto_stripes}; give an integer from 1 to "
+                f"{MOST_STRIPES}"
+            )
         if self.lease_seconds < 1:
             raise ConfigurationError(
                 f"{PREFIX}lease_seconds is {self.lease_seconds}; a lease shorter than a second "

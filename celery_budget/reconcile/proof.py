@@ -190,6 +190,13 @@ def _told_balance(found: tuple[Key, tuple[Any, Any]]) -> str:
     return _balance_told(key, by_lines, by_journal)
 
 
+def _told_shares(row: Any) -> str:
+    return (
+        f"{balance_name(Key(row.budget, row.window_us))} has shares of {row.shares} of "
+        f"{row.basis}, and parts of its {row.used} may be above them"
+    )
+
+
 def _told_line(row: Any) -> str:
     return (
         f"task {row.task_id} is {row.state} and its line on {row.budget!r} holds {row.reserved}, "
@@ -258,6 +265,7 @@ _PROOFS: dict[str, tuple[Callable[[Connection, str], Any], Callable[[Any], str]]
         lambda connection, root: wrong_balances(connection, root).items(),
         _told_balance,
     ),
+    "shares": (reports.mismatched_shares, _told_shares),
     "lines": (_few(reports.mismatched_lines), _told_line),
     "orphans": (_few(reports.orphaned_lines), _told_orphan),
     "usage": (_few(reports.mismatched_usage), _told_usage),
@@ -269,6 +277,7 @@ _PROOFS: dict[str, tuple[Callable[[Connection, str], Any], Callable[[Any], str]]
 _REPAIRED = "'celery -A PROJ budget reconcile --repair'"
 _REMEDIES = {
     "balances": f"balances and journals are rebuilt by {_REPAIRED}, unless a line is wrong",
+    "shares": f"what is left of a budget is shared anew by {_REPAIRED}",
     "lines": (
         "nobody can know whether a request or its line is right: look at it with 'celery -A PROJ "
         "budget explain TASK_ID', restore the row from a backup, or correct what was charged with "
@@ -315,6 +324,8 @@ def _balance_told(key: Key, by_lines: Any, by_journal: Any) -> str:
 
 def balance_name(key: Key) -> str:
     """Return a balance's name in a sentence."""
+    if key.stripe > 0:
+        return f"a part of {balance_name(Key(key.budget, key.window_us))}"
     if key.window_us == 0:
         return f"budget {key.budget!r}"
     began = datetime.fromtimestamp(key.window_us / 1_000_000, timezone.utc)

@@ -8,7 +8,8 @@ from celery_budget.errors import InvalidAmount
 from celery_budget.reconcile.proof import balance_name, wrong_balances, wrong_tallies
 from celery_budget.reconcile.totals import day_name
 from celery_budget.settings import Settings
-from celery_budget.store import Store, derived, repairs, tallies
+from celery_budget.store import Store, derived, repairs, reports, tallies
+from celery_budget.store.balances import Key
 
 __all__ = ["repair"]
 
@@ -27,7 +28,7 @@ def repair(store: Store, settings: Settings) -> tuple[str, ...]:
     of them is. Nor is a balance that its journal leads to and its lines do not (a line is wrong),
     or whose lines add up to what none can be; it is left, and told again.
     """
-    steps = (_balances, _behind, _tallies, _counts)
+    steps = (_balances, _shares, _behind, _tallies, _counts)
     return tuple(told for step in steps for told in step(store, settings))
 
 
@@ -38,6 +39,15 @@ def _balances(store: Store, settings: Settings) -> list[str]:
             if store.run(repairs.rebuild, settings.root, key, "budget reconcile --repair"):
                 rebuilt.append(f"{balance_name(key)} was rebuilt from its lines")
     return rebuilt
+
+
+def _shares(store: Store, settings: Settings) -> list[str]:
+    told = []
+    for row in store.read(reports.mismatched_shares, settings.root):
+        key = Key(row.budget, row.window_us)
+        store.run(repairs.share_anew, settings.root, key)
+        told.append(f"what is left of {balance_name(key)} is shared anew by the next admission")
+    return told
 
 
 def _behind(store: Store, settings: Settings) -> list[str]:

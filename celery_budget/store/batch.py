@@ -46,7 +46,6 @@ from celery_budget.store import (
     parked,
     stripes,
     waiting,
-    windows,
 )
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.insert import insert_many
@@ -493,8 +492,7 @@ def _drawn(
     for _, draws in admitted:
         amounts.update({draw.budget: draw.amount for draw in draws})
         of.update({draw.budget: draw.window_us for draw in draws})
-    now = windows.read_now(connection)
-    found = stripes.gather(connection, root, held, of, amounts, now, _pick(asked))
+    found = stripes.gather(connection, root, held, of, amounts, _pick(asked))
     if found is None:
         raise moved(min(of))
     return found

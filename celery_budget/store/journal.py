@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import getpass
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.store.schema import balances, instant, journal
+from celery_budget.store.schema import balances, exact_sum, instant, journal
 
 __all__ = [
     "ABSOLUTE",
@@ -50,23 +51,74 @@ def who() -> str:
 
 def entries(
     connection: Connection, root: str, budget: str, limit: int, window_us: int | None = None
-) -> list[sa.Row[Any]]:
+) -> list[Any]:
     """Return the last ``limit`` entries of a budget, the newest first. Locks nothing.
+
+    Of a window with several rows they are told as one journal: numbered in the order of their
+    times, with what the whole window was then.
 
     :param window_us: of that window only.
     """
     where = [journal.c.root == root, journal.c.budget == budget]
     if window_us is not None:
         where.append(journal.c.window_us == window_us)
-    return list(
-        connection.execute(
+    found: list[Any] = []
+    before: list[sa.ColumnElement[bool]] = []
+    while len(found) < limit:
+        rows = connection.execute(
             sa.select(journal)
-            .where(*where)
+            .where(*where, *before)
             # As the key is, backwards: the index gives them one by one.
             .order_by(journal.c.window_us.desc(), journal.c.stripe.desc(), journal.c.entry.desc())
-            .limit(limit)
-        )
+            .limit(limit - len(found))
+        ).all()
+        several = next((row.window_us for row in rows if row.stripe > 0), None)
+        found += (row for row in rows if several is None or row.window_us > several)
+        if several is None:
+            break
+        found += _as_one(connection, root, budget, several, limit - len(found))
+        before = [journal.c.window_us < several]
+    return found
+
+
+def _as_one(
+    connection: Connection, root: str, budget: str, window_us: int, limit: int
+) -> list[SimpleNamespace]:
+    """Return the last entries of a window with several rows, as if it had one."""
+    mine = sa.and_(
+        balances.c.root == root, balances.c.budget == budget, balances.c.window_us == window_us
     )
+    now = connection.execute(
+        sa.select(
+            exact_sum(balances.c.reserved).label("reserved"),
+            exact_sum(balances.c.spent).label("spent"),
+            exact_sum(balances.c.entries).label("entries"),
+        ).where(mine)
+    ).one()
+    last = (
+        sa.select(journal)
+        .where(of_balance(root, budget, window_us, balances.c.stripe))
+        .order_by(journal.c.entry.desc())
+        .limit(limit)
+        .correlate(balances)
+        .lateral("last")
+    )
+    rows = connection.execute(
+        sa.select(last)
+        .select_from(balances)
+        .join(last, sa.true())
+        .where(mine)
+        .order_by(last.c.at_us.desc(), last.c.stripe.desc(), last.c.entry.desc())
+        .limit(limit)
+    )
+    reserved, spent, entry = int(now.reserved), int(now.spent), int(now.entries)
+    told = []
+    for row in rows:
+        columns = dict(row._mapping)
+        columns |= {"entry": entry, "reserved_after": reserved, "spent_after": spent, "stripe": 0}
+        told.append(SimpleNamespace(**columns))
+        reserved, spent, entry = reserved - row.reserved, spent - row.spent, entry - 1
+    return told
 
 
 def foldable(
@@ -146,7 +198,7 @@ def fold(
     return len(gone)
 
 
-def of_balance(root: str, budget: str, window_us: int, stripe: int) -> sa.ColumnElement[bool]:
+def of_balance(root: str, budget: str, window_us: int, stripe: Any) -> sa.ColumnElement[bool]:
     """Return the condition for the entries of one balance."""
     return sa.and_(
         journal.c.root == root,

@@ -15,7 +15,7 @@ from celery_budget.store.journal import REPAIR, of_balance, reads, who
 from celery_budget.store.schema import adjustments, balances, exact_sum, journal, lines, now_us
 from celery_budget.store.windows import UNSHARED, restore_window
 
-__all__ = ["rebuild"]
+__all__ = ["rebuild", "share_anew"]
 
 
 def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
@@ -52,17 +52,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
     connection.execute(
         balances.update().where(mine).values(reserved=reserved, spent=spent, entries=entry)
     )
-    # What its rows share is found anew by the next admission.
-    connection.execute(
-        balances.update()
-        .where(
-            balances.c.root == root,
-            balances.c.budget == key.budget,
-            balances.c.window_us == key.window_us,
-            balances.c.basis >= 0,
-        )
-        .values(basis=UNSHARED)
-    )
+    share_anew(connection, root, key)
     connection.execute(
         journal.insert().values(
             root=root,
@@ -81,6 +71,24 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
         )
     )
     return True
+
+
+def share_anew(connection: Connection, root: str, key: Key) -> None:
+    """Have the next admission share anew what is left of a window with several rows.
+
+    Locks all of them.
+    """
+    lock_balances(connection, root, [replace(key, stripe=WHOLE)])
+    connection.execute(
+        balances.update()
+        .where(
+            balances.c.root == root,
+            balances.c.budget == key.budget,
+            balances.c.window_us == key.window_us,
+            balances.c.share.is_not(None),
+        )
+        .values(basis=UNSHARED)
+    )
 
 
 def _sums(

@@ -29,6 +29,7 @@ __all__ = [
     "mismatched_balances",
     "mismatched_journals",
     "mismatched_lines",
+    "mismatched_shares",
     "mismatched_usage",
     "open_work",
     "orphaned_lines",
@@ -175,6 +176,41 @@ def mismatched_journals(connection: Connection, root: str) -> Rows:
                     mine.c.spent != number(told.c.spent),
                 )
             )
+        )
+    )
+
+
+def mismatched_shares(connection: Connection, root: str) -> Rows:
+    """Return windows with several rows whose shares are not within the bound they were made by.
+
+    While they are the shares add up to no more than it, and no row is above its share.
+    """
+    used = exact_sum(balances.c.reserved + balances.c.spent)
+    above = balances.c.reserved + balances.c.spent > balances.c.share
+    return list(
+        connection.execute(
+            sa.select(
+                balances.c.budget,
+                balances.c.window_us,
+                sa.func.min(balances.c.basis).label("basis"),
+                exact_sum(balances.c.share).label("shares"),
+                used.label("used"),
+            )
+            .where(balances.c.root == root, balances.c.share.is_not(None))
+            .group_by(balances.c.budget, balances.c.window_us)
+            .having(
+                sa.or_(
+                    sa.func.min(balances.c.basis) != sa.func.max(balances.c.basis),
+                    sa.and_(
+                        sa.func.min(balances.c.basis) >= 0,
+                        sa.or_(
+                            exact_sum(balances.c.share) > sa.func.min(balances.c.basis),
+                            sa.func.max(sa.case((above, 1), else_=0)) > 0,
+                        ),
+                    ),
+                )
+            )
+            .order_by(balances.c.budget, balances.c.window_us)
         )
     )
 

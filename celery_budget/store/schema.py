@@ -270,7 +270,7 @@ balances = Table(
     CheckConstraint("reserved >= 0", name="reserved"),
     # What is taken back from a budget may be more than one of its rows has spent.
     CheckConstraint("spent >= 0 OR share IS NOT NULL", name="spent"),
-    Index("ix_budget_balances_waits", "root", **_when("waits > 0")),
+    Index("ix_budget_balances_waits", "root", "end_us", **_when("waits > 0")),
     Index("ix_budget_balances_end", "root", "end_us"),
 )
 

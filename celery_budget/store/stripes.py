@@ -88,7 +88,6 @@ def gather(
     held: Held,
     windows: Mapping[str, int],
     amounts: Mapping[str, int],
-    now_us: int,
     pick: int,
 ) -> dict[str, int] | None:
     """Return the stripe of each budget that ``amounts`` come from, with room for them.
@@ -108,7 +107,6 @@ def gather(
             "stripes": [held[name] for name in names],
             "amounts": [amounts[name] for name in names],
             "pick": pick,
-            "now": now_us,
         },
     ).scalar_one()
     return None if stripes is None else dict(zip(names, stripes, strict=True))
@@ -116,7 +114,7 @@ def gather(
 
 _GATHER = sa.text(
     "SELECT budget_gather(:root, CAST(:budgets AS text[]), CAST(:windows AS bigint[]),"
-    " CAST(:stripes AS smallint[]), CAST(:amounts AS bigint[]), :pick, :now)"
+    " CAST(:stripes AS smallint[]), CAST(:amounts AS bigint[]), :pick, NULL)"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import sqlalchemy as sa
 
@@ -91,6 +91,15 @@ class Swept:
 
     admitted: int
     over: tuple[str, ...]
+
+
+class Counted(NamedTuple):
+    """What is reserved and spent of a budget in a window."""
+
+    budget: str
+    window_us: int
+    reserved: int
+    spent: int
 
 
 @dataclass
@@ -268,7 +277,17 @@ class Ledger:
 
     def windows(self, name: str = "b") -> list[tuple[int, int]]:
         """When each window of a budget begins and ends, in order."""
-        return [(row.window_us, row.end_us) for row in self.rows("balances", budget=name)]
+        rows = self.rows("balances", budget=name, stripe=0)
+        return [(row.window_us, row.end_us) for row in rows]
+
+    def counted(self, **where: Any) -> list[Counted]:
+        """What every window has counted, in order of their keys, whatever rows it has."""
+        sums: dict[tuple[str, int], Counted] = {}
+        for row in self.rows("balances", **where):
+            key = row.budget, row.window_us
+            before = sums.get(key, Counted(*key, 0, 0))
+            sums[key] = Counted(*key, before.reserved + row.reserved, before.spent + row.spent)
+        return list(sums.values())
 
     def age(self, name: str = "b", by_us: int = 3_600_000_000) -> None:
         """Let all windows of a budget have been that much earlier, with what belongs to them."""

@@ -132,4 +132,4 @@ def test_two_that_create_one_budget_at_once_both_succeed(ledger: Ledger) -> None
         thread.join()
     assert errors == []
     assert [row.limit_amount in range(10, 14) for row in ledger.rows("budgets")] == [True]
-    assert len(ledger.rows("balances")) == 1
+    assert len(ledger.counted()) == 1

@@ -643,7 +643,7 @@ def test_the_store_decides_as_the_pure_function_does(
         for draw in expected:
             reserved, spent = balances[draw.budget]
             balances[draw.budget] = reserved + draw.amount, spent
-    found = {row.budget: (row.reserved, row.spent) for row in ledger.rows("balances")}
+    found = {row.budget: (row.reserved, row.spent) for row in ledger.counted()}
     assert found == {name: balances[name] for name in found}
     opened = {name for name, one in forest.items() if one.window_us is not None}
     assert found.keys() == opened | {draw.budget for draw in drawn}

@@ -170,6 +170,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.set(name, pot.limit, None, **period_terms(PERIODS[period]))
         pot.period = period
 
+    @rule(name=names, stripes=st.sampled_from([None, 2, 3, 7]))
+    def set_stripes(self, name: str, stripes: int | None) -> None:
+        """Over how many rows a budget is changes nothing, whatever is open."""
+        pot = self.oracle.pots.get(name)
+        if pot is not None:
+            self.ledger.set(name, pot.limit, None, stripes=stripes)
+
     @rule(some=st.dictionaries(names, st.integers(0, 150), min_size=1, max_size=3))
     def apply(self, some: dict[str, int]) -> None:
         """A file of budgets: their limits are set and they are open afterwards."""
@@ -801,7 +808,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """What is old in the journal goes into checkpoints; everything is old here."""
         for row in self.ledger.rows("balances"):
             self.store.run(
-                journal.fold, self.ledger.root, row.budget, row.window_us, 0, -60_000_000
+                journal.fold, self.ledger.root, row.budget, row.window_us, row.stripe, -60_000_000
             )
 
     # What holds after each step.
@@ -814,7 +821,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert reconcile.reconcile(self.store, ledger.settings).mismatches == ()
         told_of = {one.budget: one for one in self.store.read(budgets.balances_of, ledger.root)}
         stands: dict[str, list[Any]] = {name: [] for name in oracle.pots}
-        for row in ledger.rows("balances"):
+        for row in ledger.counted():
             stands[row.budget].append(row)
         for name, pot in oracle.pots.items():
             told = [(row.reserved, row.spent) for row in stands[name]]
@@ -822,7 +829,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert [one for one in told if one != (0, 0)] == [
                 one for one in windows if one != (0, 0)
             ]
-            assert all(one.end_us <= two.window_us for one, two in pairwise(stands[name]))
+            began = ledger.windows(name)
+            assert all(end <= start for (_, end), (start, _) in pairwise(began))
             now = told_of[name]
             assert (now.reserved, now.spent) == oracle.balance(name, pot.window)
             assert (now.limit, now.state) == (oracle.limit(name)[0], pot.state)

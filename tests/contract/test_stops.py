@@ -570,7 +570,7 @@ def test_an_adjustment_counts_in_the_window_that_is_open(ledger: Ledger) -> None
         ledger.adjust("k", -1)
     assert ledger.adjust("k", 7), "its window is made where nobody was in it yet"
     assert ledger.balance() == (0, 7)
-    assert [row.spent for row in ledger.rows("balances")] == [30, 7]
+    assert [row.spent for row in ledger.counted()] == [30, 7]
     ledger.age("b", 25 * HOUR_US)
     assert not ledger.adjust("k", 7), "a repeat is one in another window too"
     assert ledger.balance() == (0, 0)

@@ -151,7 +151,7 @@ def test_no_request_names_a_template(tenants: Ledger, name: str) -> None:
 
 
 def test_a_template_has_no_balance(tenants: Ledger) -> None:
-    assert [row.budget for row in tenants.rows("balances")] == ["org"]
+    assert [row.budget for row in tenants.counted()] == ["org"]
     with pytest.raises(UnknownBudget):
         tenants.balance("tenant:*")
     assert [one.budget for one in tenants.store.run(budgets.balances_of, tenants.root)] == ["org"]

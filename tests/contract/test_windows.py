@@ -36,7 +36,7 @@ def daily(ledger: Ledger) -> Ledger:
 
 def standings(ledger: Ledger, name: str = "b") -> list[tuple[int, int]]:
     """What is reserved and spent in each window."""
-    return [(row.reserved, row.spent) for row in ledger.rows("balances", budget=name)]
+    return [(row.reserved, row.spent) for row in ledger.counted(budget=name)]
 
 
 def follow_one_another(ledger: Ledger, name: str = "b") -> bool:
@@ -400,7 +400,7 @@ def test_an_open_window_stays_be_it_empty(ledger: Ledger) -> None:
     for period in PERIODS:
         ledger.set(period, 100, period=period)
     ledger.upkeep()
-    assert len(ledger.rows("balances")) == len(PERIODS)
+    assert len(ledger.counted()) == len(PERIODS)
 
 
 # Other periods.

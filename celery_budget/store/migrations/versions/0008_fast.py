@@ -35,7 +35,7 @@ def _spread() -> None:
     op.create_index(
         "ix_budget_balances_waits",
         "budget_balances",
-        ["root"],
+        ["root", "end_us"],
         postgresql_where=contended,
         sqlite_where=contended,
     )

@@ -213,26 +213,29 @@ END
 $$;
 
 -- The stripes that a batch draws its amounts from, which it has locked (NULL: all of them), with
--- room for them; NULL in whole where one that was locked alone has none any more.
+-- room for them by the bounds at p_now, or now; NULL in whole where one that was locked alone has
+-- none any more.
 CREATE FUNCTION budget_gather(
     p_root text, p_budgets text[], p_windows bigint[], p_stripes smallint[], p_amounts bigint[],
     p_pick integer, p_now bigint
 ) RETURNS smallint[] LANGUAGE plpgsql AS $$
 DECLARE
     v_stripes smallint[] := p_stripes;
+    v_now bigint := coalesce(
+        p_now, CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint));
 BEGIN
     FOR i IN 1 .. cardinality(p_budgets) LOOP
         IF p_stripes[i] IS NULL THEN
             v_stripes[i] := budget_allot(
                 p_root, p_budgets[i], p_windows[i], NULL, p_amounts[i], p_pick,
-                budget_bound(p_root, p_budgets[i], p_now));
+                budget_bound(p_root, p_budgets[i], v_now));
         ELSE
             PERFORM 1 FROM budget_balances b
               WHERE b.root = p_root AND b.budget = p_budgets[i] AND b.window_us = p_windows[i]
                 AND b.stripe = p_stripes[i]
                 AND (b.share IS NULL
                      OR (b.reserved::numeric + b.spent + p_amounts[i] <= b.share
-                         AND b.basis = budget_bound(p_root, p_budgets[i], p_now)));
+                         AND b.basis = budget_bound(p_root, p_budgets[i], v_now)));
             IF NOT FOUND THEN
                 RETURN NULL;
             END IF;
