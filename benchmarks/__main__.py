@@ -33,8 +33,8 @@ from tests.services.base import ServiceUnavailable
 #: What ``make bench`` runs.
 SHORT = {
     "caller": caller.run,
-    "hot": hot.run,
     "group": caller.run_group,
+    "hot": hot.run,
     "latency": starting.run,
     "peers-call": comparing.calls,
     "peers-hold": comparing.holds,
