@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import (
     backlogs,
     caller,
+    growth,
     history,
     hot,
     relaying,
@@ -33,6 +34,7 @@ from tests.services.base import ServiceUnavailable
 SHORT = {
     "caller": caller.run,
     "hot": hot.run,
+    "group": caller.run_group,
     "latency": starting.run,
     "peers-call": comparing.calls,
     "peers-hold": comparing.holds,
@@ -47,6 +49,7 @@ LONG = {
     "relay-long": relaying.run_long,
     "report": reporting.run,
     "history": history.run,
+    "growth": growth.run,
 }
 BENCHMARKS = {**SHORT, **LONG}
 #: Every figure of the last run, with what it was to be.

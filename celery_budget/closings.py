@@ -40,11 +40,14 @@ class Closings:
     """The attempts that one process is to close.
 
     Safe to use from several threads. A child that was forked begins with none.
+
+    :param idle_seconds: how long they wait for a claim at least.
     """
 
-    def __init__(self, store: Store, root: str) -> None:
+    def __init__(self, store: Store, root: str, idle_seconds: float = IDLE_SECONDS) -> None:
         self._store = store
         self._root = root
+        self._idle_seconds = idle_seconds
         self._forget()
         _all.add(self)
 
@@ -107,7 +110,7 @@ class Closings:
 
     def _run(self) -> None:
         while True:
-            time.sleep(IDLE_SECONDS)
+            time.sleep(self._idle_seconds)
             with self._lock:
                 if not self._waiting and not self._left:
                     self._runs = False

@@ -11,8 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from celery_budget import tracing, watching
 from celery_budget.closings import Closings
@@ -537,15 +536,16 @@ class Attempt:
         self,
         entries: Sequence[Entry],
         swift: Callable[..., R | None] | None,
-        function: Callable[Concatenate[Connection, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        function: Callable[..., R],
+        *args: Any,
+        **how: Any,
     ) -> R:
         """Have the ledger told what the first of ``entries`` says; all are on disk meanwhile.
 
         They stay there where this is interrupted. Where the ledger refuses, its caller hears it.
 
         :param swift: says it in one statement, or leaves it to ``function``; none where it would.
+        :param how: more of its parameters.
         :raises _Stopped: where the worker stops; what was to be told is on disk.
         """
         keep = None if self.spool is None else lambda: self._keep(entries)
@@ -553,11 +553,10 @@ class Attempt:
         try:
             result = None
             if swift is not None and self.store.dialect == "postgresql":
-                result = self.store.wait_out_statement(
-                    patience, swift, *args, lock_ms=self.store.lock_ms
-                )
+                how["lock_ms"] = self.store.lock_ms
+                result = self.store.wait_out_statement(patience, swift, *args, **how)
             if result is None:
-                result = self.store.wait_out(patience, function, *args, **kwargs)
+                result = self.store.wait_out(patience, function, *args)
         except (BudgetError, LookupError) as error:
             if patience.over:
                 raise _Stopped from error
@@ -656,7 +655,7 @@ class Attempt:
             entries.append(EndedEntry(*self._key, outcome, *of))
         end = in_place.end if self.in_place else attempts.end
         plain = outcome.kind != "retried" and outcome.again is None and outcome.keep is None
-        swift = partial(at_once.end, closes=closes) if plain and not self.in_place else None
+        swift = at_once.end if plain and not self.in_place else None
         try:
             while self._unsure:
                 try:
@@ -667,7 +666,7 @@ class Attempt:
                         "usage.unrecorded", error=error, reservation_id=self.reservation_id
                     )
                 del self._unsure[0], entries[0]
-            ended = self._tell(entries, swift, end, *self._key, outcome)
+            ended = self._tell(entries, swift, end, *self._key, outcome, closes=closes)
         except _Stopped:
             self.spooled = True
             self.leave()

@@ -217,8 +217,7 @@ class Gate:
     def _choice(self, call: _Call, batch: Batch | None) -> Choice:
         """Return what chooses the lanes of what is admitted together."""
         waits, stop = call.waiting
-        asked = Counter() if batch is None else batch.asked()
-        return Choice(self._budget, waits, stop, asked)
+        return Choice(self._budget, waits, stop, Counter if batch is None else batch.asked)
 
     def _ways(
         self,

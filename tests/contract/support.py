@@ -200,8 +200,11 @@ class Ledger:
             BOOT,
             late_ack=True,
         )
+        closings = changes.pop("closings", None)
         delivery = replace(delivery, **changes)
-        return settlement.claim(self.store, self.settings, delivery, new_id(), retries=limits)
+        return settlement.claim(
+            self.store, self.settings, delivery, new_id(), retries=limits, closings=closings
+        )
 
     def run(self, request: ReserveRequest, **changes: Any) -> Attempt:
         """Claim the attempt of ``request``; it must be free."""

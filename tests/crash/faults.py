@@ -56,7 +56,7 @@ class Trap:
             self._wrap_method(place)
         for name in ("run", "run_statement", "read"):
             self._wrap_transactions(name, 0)
-        for name in ("wait_out", "wait_out_reading"):
+        for name in ("wait_out", "wait_out_statement", "wait_out_reading"):
             self._wrap_transactions(name, 1)
 
     def passing(self, place: str, when: str, value: object = True) -> None:

@@ -98,7 +98,7 @@ def _died(place: str, when: str, victim: str) -> Fault:
 
 
 _RUNS = _died("call", "after", "machine")
-_ENDED = _died("attempts.end", "after", "machine")
+_ENDED = _died("at_once.end", "after", "machine")
 _EARLY = _died("early", "after", "machine")
 _DELIVER = "celery.worker.worker:WorkController._process_task"
 _HANDED = _died(_DELIVER, "before", "machine")
@@ -119,22 +119,24 @@ STEPS = (
     Step("acknowledge", "worker", _ACKNOWLEDGE, CALL, MAIN, 8),
     Step("renew leases", "worker", "attempts.renew", TRANSACTION, MAIN),
     # The process that runs the task.
-    Step("claim", "worker", "attempts.claim", TRANSACTION, CHILD, 8),
+    Step("claim", "worker", "at_once.claim", CALL, CHILD, 8),
     Step("call outside", "worker", "call", CALL, CHILD, 3),
     Step("run when acknowledged", "worker", "early", CALL, CHILD),
-    Step("record usage", "worker", "usage.record", TRANSACTION, CHILD, 8),
+    Step("record usage", "worker", "at_once.record", CALL, CHILD, 8),
     Step("publish a child", "worker", "requests.try_reserve", CALL, CHILD),
     Step("have an effect", "worker", "effect", TRANSACTION, CHILD, 3),
     Step("settle with an effect", "worker", "settle", TRANSACTION, CHILD),
     Step("write a retry", "worker", "attempts.write_retry", TRANSACTION, CHILD),
-    Step("settle", "worker", "attempts.end", TRANSACTION, CHILD, 8),
+    Step("settle", "worker", "at_once.end", CALL, CHILD, 8),
+    Step("end in a retry", "worker", "attempts.end", TRANSACTION, CHILD),
     Step("publish what follows", "worker", "continuations.reserve_or_park", TRANSACTION, CHILD, 3),
     Step("publish callbacks", "worker", "admission._admit_many", TRANSACTION, CHILD),
     Step("publish without a budget", "worker", "outbox.enqueue", TRANSACTION, CHILD),
     Step("store the result", "worker", f"{_BACKEND}.store_result", CALL, CHILD, 8),
     Step("count in the chord", "worker", f"{_BACKEND}.on_chord_part_return", CALL, CHILD, 2),
     Step("publish a chord's body", "worker", "body", ("before",), CHILD),
-    Step("close", "worker", "attempts.close", TRANSACTION, CHILD, 8),
+    # Of what no claim has taken along.
+    Step("close", "worker", "at_once.close", CALL, CHILD),
     # The main process, when a child of it has died.
     Step(
         "child lost before its claim",
@@ -142,7 +144,7 @@ STEPS = (
         "unclaimed.lost",
         TRANSACTION,
         MAIN,
-        cause=_died("attempts.claim", "before", "process"),
+        cause=_died("at_once.claim", "before", "process"),
     ),
     Step(
         "child lost while it ran",
@@ -158,7 +160,7 @@ STEPS = (
         "lapses.republish_ended",
         TRANSACTION,
         MAIN,
-        cause=_died("attempts.end", "after", "process"),
+        cause=_died("at_once.end", "after", "process"),
     ),
     # The sweep, beside the relay.
     Step("look for lapsed leases", "relay", "lapses.suspect", TRANSACTION, ALONE, 3),

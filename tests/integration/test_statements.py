@@ -20,8 +20,16 @@ from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
 from celery_budget import admission, budgeted, settlement
+from celery_budget.closings import Closings
 from celery_budget.core.identity import new_id
-from celery_budget.core.reservations import AlreadyReserved, Extended, Parked, Refused, Reserved
+from celery_budget.core.reservations import (
+    AlreadyReserved,
+    Extended,
+    Outcome,
+    Parked,
+    Refused,
+    Reserved,
+)
 from celery_budget.core.usage import Used
 from celery_budget.errors import QueueFull, UnknownBudget
 from celery_budget.settings import Settings
@@ -89,19 +97,22 @@ BASELINE = {
         "tell": Cost(7, 4),
         "requeue": Cost(7, 1),
         "discard": Cost(4, 1),
-        "claim": Cost(6, 1),
-        "claim a running one": Cost(3, 1),
+        "claim": ONE_ROUND_TRIP,
+        # With what was to be closed.
+        "claim and close": ONE_ROUND_TRIP,
+        "claim a running one": ONE_ROUND_TRIP,
         "renew three": Cost(2, 1),
-        "record": Cost(5, 1),
-        "record over the hold": Cost(8, 1),
-        "record twice": Cost(5, 1),
-        "record two units": Cost(5, 1),
+        "record": ONE_ROUND_TRIP,
+        "record over the hold": ONE_ROUND_TRIP,
+        "record twice": ONE_ROUND_TRIP,
+        "record two units": ONE_ROUND_TRIP,
         # With the flag, and the part of the estimate that is missing.
         "record what is not told": Cost(8, 1),
         "what remains": Cost(1, 1),
         "write a retry": Cost(8, 1),
         "end in a retry": Cost(8, 1),
-        "end": Cost(11, 1),
+        "end": ONE_ROUND_TRIP,
+        "run": Cost(2, 0),
         "close": Cost(4, 1),
         "release": Cost(7, 1),
         # With its beat, a look for parked work that is over, one for budgets that anything waits
@@ -404,6 +415,31 @@ def test_an_attempt_ends(ledger: Ledger, costs: Expect, outcome: Any) -> None:
     attempt.record(3)
     with costs("end"):
         assert attempt.end(outcome)
+
+
+def test_an_attempt_that_nobody_waits_for_runs(ledger: Ledger, costs: Expect) -> None:
+    if ledger.store.dialect == "sqlite":
+        pytest.skip("each is closed by itself")
+    request = ledger.reserve()
+    with costs("run"):
+        attempt = ledger.run(request)
+        assert attempt.end(Outcome("returned"), closes=True)
+    assert attempt.closed
+
+
+def test_attempts_are_closed_with_the_next_claim(ledger: Ledger, costs: Expect) -> None:
+    if ledger.store.dialect == "sqlite":
+        pytest.skip("each is closed by itself")
+    closings = Closings(ledger.store, ledger.root, idle_seconds=3600)
+    for _ in range(3):
+        attempt = ledger.start()[1]
+        attempt.end(RETURNED)
+        attempt.closings = closings
+        assert attempt.close()
+    request = ledger.reserve()
+    with costs("claim and close"):
+        ledger.run(request, closings=closings)
+    assert [row.lease_until_us is None for row in ledger.rows("attempts")] == [True] * 3 + [False]
 
 
 def test_a_retry_is_written(ledger: Ledger, costs: Expect) -> None:
