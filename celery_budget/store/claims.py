@@ -172,6 +172,11 @@ def _due(found: sa.Row[Any], taken: sa.Row[Any]) -> Due:
     )
 
 
+_HOLD = sa.bindparam("hold_us", type_=sa.BigInteger)
+#: How long what is taken has still, by the clock that the taking reads: a distributed ledger reads
+#: none in what a change returns.
+_LEFT = (outbox.c.expires_us - outbox.c.due_us + _HOLD).label("left_us")
+
 #: Made once, as all statements of a claim: making them takes longer than they take.
 _TAKE = (
     outbox.update()
@@ -180,10 +185,10 @@ _TAKE = (
         outbox.c.outbox_id.in_(sa.bindparam("ids", expanding=True)),
     )
     .values(
-        due_us=now_us() + sa.bindparam("hold_us", type_=sa.BigInteger),
+        due_us=now_us() + _HOLD,
         taken_by=sa.bindparam("fence"),
     )
-    .returning(outbox, (outbox.c.expires_us - now_us()).label("left_us"))
+    .returning(outbox, _LEFT)
 )
 
 
@@ -216,7 +221,7 @@ def _take_plain() -> sa.Select[Any]:
             ~undecided,
         )
         .values(
-            due_us=now_us() + sa.bindparam("hold_us", type_=sa.BigInteger),
+            due_us=now_us() + _HOLD,
             taken_by=sa.bindparam("fence"),
         )
         .returning(
@@ -230,7 +235,7 @@ def _take_plain() -> sa.Select[Any]:
             outbox.c.expires_us,
             outbox.c.broker,
             outbox.c.failures,
-            (outbox.c.expires_us - now_us()).label("left_us"),
+            _LEFT,
         )
         .cte("taken")
     )

@@ -28,8 +28,10 @@ NAME = re.compile(r"\bbudget_[a-z_]+\b")
 #: Stored functions.
 FUNCTIONS = {
     "budget_backlog",
+    "budget_clock",
     "budget_decide",
     "budget_limit",
+    "budget_lock",
     "budget_move",
     "budget_pace",
     "budget_reserve",
