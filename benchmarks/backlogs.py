@@ -134,14 +134,13 @@ def _fill(url: str, broker: str, many: int) -> None:
         ledger.reserve(1, task_id="held", queue="slow")
         app.tasks["bench.budgeted_mark"].apply_async(task_id="due")
         with budget.store.transaction() as connection:
-            connection.execute(sa.text(_AS_SENT), {"root": ledger.root})
+            for statement in (_AS_SENT, *_LATE):
+                connection.execute(sa.text(statement), {"root": ledger.root})
             for kind in KINDS:
                 given = {"root": ledger.root, "kind": kind, "many": many // len(KINDS)}
                 for table, ids in _IDS.items():
                     connection.execute(sa.text(_COPIES.format(table, ids)), given)
             connection.execute(sa.text(_KEPT), {"root": ledger.root, "many": many // 10})
-            for late in _LATE:
-                connection.execute(sa.text(late), {"root": ledger.root})
         with budget.store.statement() as connection:
             for table in _IDS:
                 connection.exec_driver_sql(f"VACUUM (ANALYZE) budget_{table}")

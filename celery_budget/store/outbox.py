@@ -481,6 +481,10 @@ class Pruned:
     count: int
     after: uuid.UUID | None
 
+    def __bool__(self) -> bool:
+        """Whether anything was deleted."""
+        return self.count > 0
+
 
 def prune(connection: Connection, root: str, limit: int, after: uuid.UUID | None = None) -> Pruned:
     """Delete up to ``limit`` published messages without a reservation whose parent is closed.
