@@ -57,8 +57,11 @@ _COPIES = """
 
 @contextmanager
 def open_ledger(url: str) -> Iterator[Ledger]:
-    """Open a ledger for as many clients as there are; its outbox takes whatever comes."""
-    store = Store(url, pool_size=CLIENTS + 4)
+    """Open a ledger for as many clients as there are; its outbox takes whatever comes.
+
+    A machine that is busy with something else breaks off no transaction.
+    """
+    store = Store(url, lock_seconds=60.0, pool_size=CLIENTS + 4)
     try:
         yield Ledger(store, Settings(url, root="bench", max_outbox=10**8))
     finally:
