@@ -215,13 +215,33 @@ def start(
     :raises StoreError: nothing is known to have been changed; what was is lost with its lease.
     """
     began = time.perf_counter()
-    started = store.run(in_place.start, request, delivery, claim_id, settings.lease_us, note=last)
+    started = _start(store, settings, request, delivery, claim_id, note=last)
     if not isinstance(started, Claimed):
         if not isinstance(started, Closed):
             watching.admission(settings, request, started, began, last=last)
         return started
     watching.admission(settings, request, Reserved(request.reservation_id), began)
     return _in_place(store, settings, delivery, started)
+
+
+def _start(
+    store: Store,
+    settings: Settings,
+    request: ReserveRequest,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    *,
+    note: bool,
+) -> Claimed | NotStarted:
+    """Start in one statement where the store can, and what that leaves in a transaction."""
+    key = (request, delivery, claim_id, settings.lease_us)
+    if store.dialect == "postgresql":
+        started = store.run_statement(
+            in_place.start_at_once, *key, note=note, lock_ms=store.lock_ms
+        )
+        if started is not None:
+            return started
+    return store.run(in_place.start, *key, note=note)
 
 
 def go_on(
@@ -655,7 +675,7 @@ class Attempt:
             entries.append(EndedEntry(*self._key, outcome, *of))
         end = in_place.end if self.in_place else attempts.end
         plain = outcome.kind != "retried" and outcome.again is None and outcome.keep is None
-        swift = at_once.end if plain and not self.in_place else None
+        swift = at_once.end if plain else None
         try:
             while self._unsure:
                 try:
@@ -666,6 +686,7 @@ class Attempt:
                         "usage.unrecorded", error=error, reservation_id=self.reservation_id
                     )
                 del self._unsure[0], entries[0]
+            closes = closes or self.in_place
             ended = self._tell(entries, swift, end, *self._key, outcome, closes=closes)
         except _Stopped:
             self.spooled = True

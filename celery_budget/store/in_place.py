@@ -1,5 +1,8 @@
 """Runs in place: a request is admitted and claimed in one transaction, and has no message.
 
+On PostgreSQL one statement does it, and one ends it (:mod:`celery_budget.store.at_once`), where
+nothing out of the ordinary follows.
+
 Nobody ever sees it but running or ended. Whatever its process does its lease finds it, and since
 there is no message it never runs anywhere else: it is lost then, and charged.
 """
@@ -37,11 +40,15 @@ from celery_budget.store import attempts, deadlines
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.batch import reserve_many
 from celery_budget.store.continuations import hold_next
+from celery_budget.store.journal import who
+from celery_budget.store.prepared import BIGINT, BOOLEAN, INTEGER, TEXT, UUID_, Statement
 from celery_budget.store.refusals import note_refusals
+from celery_budget.store.requests import ANSWERED, ASKED, answer, asked_of
 from celery_budget.store.schema import attempts as attempts_table
 from celery_budget.store.schema import outbox, reservations
+from celery_budget.store.standbys import REPLICATED
 
-__all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start"]
+__all__ = ["NotStarted", "Standing", "end", "go_on", "standing", "start", "start_at_once"]
 
 #: Why a request does not run now.
 NotStarted = (
@@ -87,6 +94,84 @@ def start(
     if not isinstance(claimed, Claimed):
         raise StoreError("a request that was to run at once has ended while this was repeated")
     return claimed
+
+
+_START = Statement(
+    "SELECT s.*"  # noqa: S608 - of constants
+    " FROM budget_start(:root, :reservation_id, :owner, :request_id, :nesting,"
+    " :task_id, :task_name, :stage, :fingerprint, :opaque, :estimator, :estimator_version,"
+    " CAST(:prices AS text), CAST(:parent_id AS uuid), :retries, :unreserved, :finishing,"
+    " CAST(:budgets AS text[]), CAST(:amounts AS bigint[]), CAST(:charges AS text[]),"
+    " CAST(:deadline_us AS bigint), CAST(:within_us AS bigint), CAST(:shadows AS text), :note,"
+    " :worker, :boot, CAST(:pid AS integer), :late_ack, :rerun, :inquires, :claim,"
+    " CAST(:lease AS bigint), :who, :lock_ms) AS s"
+    # What was there writes nothing, and is told as what is admitted is.
+    f" WHERE CASE WHEN s.outcome = 'existing' THEN {REPLICATED} ELSE true END",
+    given={
+        **ASKED,
+        "note": BOOLEAN,
+        "worker": TEXT,
+        "boot": UUID_,
+        "pid": INTEGER,
+        "late_ack": BOOLEAN,
+        "rerun": BOOLEAN,
+        "inquires": BOOLEAN,
+        "claim": UUID_,
+        "lease": BIGINT,
+        "who": TEXT,
+        "lock_ms": TEXT,
+    },
+    found={
+        **ANSWERED,
+        "attempt": INTEGER,
+        "elapsed_us": BIGINT,
+        "deadline_us": BIGINT,
+        "time_us": BIGINT,
+    },
+)
+
+
+def start_at_once(
+    connection: Connection,
+    request: ReserveRequest,
+    delivery: Delivery,
+    claim_id: uuid.UUID,
+    lease_us: int,
+    *,
+    note: bool,
+    lock_ms: int,
+) -> Claimed | NotStarted | None:
+    """Start as :func:`start` in one statement, a stored function, on PostgreSQL.
+
+    None, and nothing changed, where the deadline has passed or this very call was made before.
+
+    :raises Unready: as :func:`start`.
+    """
+    row = _START.one(
+        connection,
+        {
+            **asked_of(request),
+            "note": note,
+            "worker": delivery.worker,
+            "boot": delivery.boot_id,
+            "pid": delivery.pid,
+            "late_ack": delivery.late_ack,
+            "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
+            "inquires": delivery.inquires,
+            "claim": claim_id,
+            "lease": lease_us,
+            "who": who(),
+            "lock_ms": str(lock_ms),
+        },
+    )
+    if row.outcome == "general":
+        return None
+    if row.outcome == "reserved":
+        return Claimed(row.attempt, claim_id, row.elapsed_us, row.deadline_us, row.time_us)
+    tried = answer(connection, request, row)
+    if isinstance(tried, Reserved):
+        raise AssertionError("this very call is left to the general path")
+    return tried
 
 
 def go_on(

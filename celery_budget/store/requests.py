@@ -6,6 +6,8 @@ a batch of one, under its one write lock.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.backpressure import OUTBOX_SECONDS, Pace, spread
@@ -52,7 +54,16 @@ from celery_budget.store.prepared import (
 from celery_budget.store.schema import now_us, reservations
 from celery_budget.store.standbys import REPLICATED
 
-__all__ = ["error_of", "note_given_up", "reserve", "try_reserve"]
+__all__ = [
+    "ANSWERED",
+    "ASKED",
+    "answer",
+    "asked_of",
+    "error_of",
+    "note_given_up",
+    "reserve",
+    "try_reserve",
+]
 
 
 def reserve(
@@ -156,6 +167,51 @@ def error_of(outcome: Tried) -> BudgetError:
     raise AssertionError("what is left out is left out for another one that was turned away")
 
 
+#: What a stored function is told of a request.
+ASKED = {
+    "root": TEXT,
+    "reservation_id": UUID_,
+    "owner": TEXT,
+    "request_id": TEXT,
+    "nesting": INTEGER,
+    "task_id": TEXT,
+    "task_name": TEXT,
+    "stage": TEXT,
+    "fingerprint": TEXT,
+    "opaque": BOOLEAN,
+    "estimator": TEXT,
+    "estimator_version": TEXT,
+    "prices": TEXT,
+    "parent_id": UUID_,
+    "retries": INTEGER,
+    "unreserved": BOOLEAN,
+    "finishing": BOOLEAN,
+    "budgets": TEXTS,
+    "amounts": BIGINTS,
+    "charges": TEXTS,
+    "deadline_us": BIGINT,
+    "within_us": BIGINT,
+    "shadows": TEXT,
+}
+
+#: What it tells of what came of it.
+ANSWERED = {
+    "outcome": TEXT,
+    "reservation_id": UUID_,
+    "task_id": TEXT,
+    "fingerprint": TEXT,
+    "budget": TEXT,
+    "unit": TEXT,
+    "requested": BIGINT,
+    "limit_amount": BIGINT,
+    "reserved": BIGINT,
+    "spent": BIGINT,
+    "most": BIGINT,
+    "left_us": BIGINT,
+    "freed": BIGINT,
+    "span_us": BIGINT,
+}
+
 _RESERVE = Statement(
     "SELECT r.*"  # noqa: S608 - of constants
     " FROM budget_reserve(:root, :reservation_id, :owner, :request_id, :nesting,"
@@ -172,26 +228,7 @@ _RESERVE = Statement(
     # What was there writes nothing, and is told as what is admitted is.
     f" WHERE CASE WHEN r.outcome IN ('existing', 'parked') THEN {REPLICATED} ELSE true END",
     given={
-        "root": TEXT,
-        "reservation_id": UUID_,
-        "owner": TEXT,
-        "request_id": TEXT,
-        "nesting": INTEGER,
-        "task_id": TEXT,
-        "task_name": TEXT,
-        "stage": TEXT,
-        "fingerprint": TEXT,
-        "opaque": BOOLEAN,
-        "estimator": TEXT,
-        "estimator_version": TEXT,
-        "prices": TEXT,
-        "parent_id": UUID_,
-        "retries": INTEGER,
-        "unreserved": BOOLEAN,
-        "finishing": BOOLEAN,
-        "budgets": TEXTS,
-        "amounts": BIGINTS,
-        "charges": TEXTS,
+        **ASKED,
         "outbox_id": UUID_,
         "state": TEXT,
         "again_us": BIGINT,
@@ -203,9 +240,6 @@ _RESERVE = Statement(
         "rank": INTEGER,
         "order_key": TEXT,
         "broker": TEXT,
-        "deadline_us": BIGINT,
-        "within_us": BIGINT,
-        "shadows": TEXT,
         "tenant": TEXT,
         "weight": BIGINT,
         "bound": BIGINT,
@@ -214,22 +248,7 @@ _RESERVE = Statement(
         "who": TEXT,
         "lock_ms": TEXT,
     },
-    found={
-        "outcome": TEXT,
-        "reservation_id": UUID_,
-        "task_id": TEXT,
-        "fingerprint": TEXT,
-        "budget": TEXT,
-        "unit": TEXT,
-        "requested": BIGINT,
-        "limit_amount": BIGINT,
-        "reserved": BIGINT,
-        "spent": BIGINT,
-        "most": BIGINT,
-        "left_us": BIGINT,
-        "freed": BIGINT,
-        "span_us": BIGINT,
-    },
+    found=ANSWERED,
 )
 
 
@@ -243,19 +262,10 @@ def _reserve_postgresql(
     bound: int | None,
     queues: bool,
 ) -> Tried:
-    columns = columns_of(request)
-    for unsaid in ("charges_start", "plan_id", "step"):
-        del columns[unsaid]
-    names = [line.budget for line in request.lines]
     row = _RESERVE.one(
         connection,
         {
-            **columns,
-            "within_us": request.within_us,
-            "finishing": request.finishing,
-            "budgets": names,
-            "amounts": [line.amount for line in request.lines],
-            "charges": [line.charge for line in request.lines],
+            **asked_of(request),
             "outbox_id": new_id(),
             "state": "due" if delivered_us is None else "published",
             "again_us": delivered_us,
@@ -276,6 +286,30 @@ def _reserve_postgresql(
             "lock_ms": str(lock_ms),
         },
     )
+    return answer(connection, request, row)
+
+
+def asked_of(request: ReserveRequest) -> dict[str, Any]:
+    """Return what is said of a request by :data:`ASKED`."""
+    columns = columns_of(request)
+    for unsaid in ("charges_start", "plan_id", "step"):
+        del columns[unsaid]
+    return {
+        **columns,
+        "within_us": request.within_us,
+        "finishing": request.finishing,
+        "budgets": [line.budget for line in request.lines],
+        "amounts": [line.amount for line in request.lines],
+        "charges": [line.charge for line in request.lines],
+    }
+
+
+def answer(connection: Connection, request: ReserveRequest, row: Any) -> Tried:
+    """Return what came of a request, by what was :data:`ANSWERED`.
+
+    :raises Unready: as :func:`reserve`.
+    """
+    names = [line.budget for line in request.lines]
     if row.outcome == "unknown":
         unknown = first_unknown(connection, request.root, names)
         if unknown is not None:

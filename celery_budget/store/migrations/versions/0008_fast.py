@@ -110,7 +110,7 @@ def _gather() -> None:
 
 
 #: Each calls what comes before it.
-AT_ONCE = ("close", "claim", "record", "end")
+AT_ONCE = ("close", "claim", "start", "record", "end")
 
 
 def _say_at_once() -> None:
@@ -161,7 +161,7 @@ def _lock_by_statements() -> None:
 
 
 #: What is called outside of a transaction that says so, see ``celery_budget.store.engine``.
-BY_KEYS = ("reserve", "claim", "record", "end", "close", "mark_published")
+BY_KEYS = ("reserve", "claim", "start", "record", "end", "close", "mark_published")
 
 
 def _plan_by_keys() -> None:

@@ -2,6 +2,7 @@
 -- requests at once; one contract suite holds both to the same behaviour.
 --
 -- With p_queues it is new: it finds itself where it is parked, and comes after what goes ahead.
+-- Without p_outbox it has no message.
 --
 -- Locks: the message's order key, the new reservation's key, then the balances in the order (budget,
 -- window, stripe): of a budget that is spread one stripe, or all of them where none has room alone.
@@ -309,18 +310,20 @@ BEGIN
                       v_look.d_units, v_look.d_stripes)
                WITH ORDINALITY AS d (budget, window_us, amount, charge, unit, stripe, line);
     END IF;
-    INSERT INTO budget_outbox (
-        root, outbox_id, reservation_id, parent_id, task_id, task_name, retries, state, due_us,
-        expires_us, publishes, failures, created_us, published_us, queue, body, envelope,
-        rank, order_key, broker, lane, tenant, weight)
-    VALUES (
-        p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries,
-        CASE WHEN p_state = 'due' AND v_lane IS NOT NULL THEN 'held' ELSE p_state END,
-        CASE WHEN p_state = 'published' THEN v_now + p_again WHEN p_due = 0 THEN v_now ELSE p_due END,
-        least(p_expires, v_deadline),
-        CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
-        CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope,
-        p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
+    IF p_outbox IS NOT NULL THEN
+        INSERT INTO budget_outbox (
+            root, outbox_id, reservation_id, parent_id, task_id, task_name, retries, state, due_us,
+            expires_us, publishes, failures, created_us, published_us, queue, body, envelope,
+            rank, order_key, broker, lane, tenant, weight)
+        VALUES (
+            p_root, p_outbox, p_reservation, NULL, p_task_id, p_task_name, p_retries,
+            CASE WHEN p_state = 'due' AND v_lane IS NOT NULL THEN 'held' ELSE p_state END,
+            CASE WHEN p_state = 'published' THEN v_now + p_again WHEN p_due = 0 THEN v_now ELSE p_due END,
+            least(p_expires, v_deadline),
+            CASE p_state WHEN 'published' THEN 1 ELSE 0 END, 0, v_now,
+            CASE p_state WHEN 'published' THEN v_now END, p_queue, p_body, p_envelope,
+            p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
+    END IF;
     IF p_state = 'due' AND p_due <= v_now THEN
         v_void := budget_wake(p_root);
     END IF;
