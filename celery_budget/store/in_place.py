@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import (
@@ -40,6 +41,7 @@ from celery_budget.store import attempts, deadlines
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.batch import reserve_many
 from celery_budget.store.continuations import hold_next
+from celery_budget.store.engine import state_of
 from celery_budget.store.journal import who
 from celery_budget.store.prepared import BIGINT, BOOLEAN, INTEGER, TEXT, UUID_, Statement
 from celery_budget.store.refusals import note_refusals
@@ -65,6 +67,9 @@ NotStarted = (
 )
 
 RETRIED = Outcome("retried")
+
+#: What budget_start raises where the deadline passes while it waits.
+PASSED = "CB002"
 
 
 def start(
@@ -147,23 +152,26 @@ def start_at_once(
 
     :raises Unready: as :func:`start`.
     """
-    row = _START.one(
-        connection,
-        {
-            **asked_of(request),
-            "note": note,
-            "worker": delivery.worker,
-            "boot": delivery.boot_id,
-            "pid": delivery.pid,
-            "late_ack": delivery.late_ack,
-            "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
-            "inquires": delivery.inquires,
-            "claim": claim_id,
-            "lease": lease_us,
-            "who": who(),
-            "lock_ms": str(lock_ms),
-        },
-    )
+    how = {
+        **asked_of(request),
+        "note": note,
+        "worker": delivery.worker,
+        "boot": delivery.boot_id,
+        "pid": delivery.pid,
+        "late_ack": delivery.late_ack,
+        "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
+        "inquires": delivery.inquires,
+        "claim": claim_id,
+        "lease": lease_us,
+        "who": who(),
+        "lock_ms": str(lock_ms),
+    }
+    try:
+        row = _START.one(connection, how)
+    except exc.DBAPIError as error:
+        if state_of(error) == PASSED:
+            return None
+        raise
     if row.outcome == "general":
         return None
     if row.outcome == "reserved":

@@ -27,6 +27,7 @@ from celery_budget.relay import Answer, BrokerDown, Rejected, Unpublishable
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt, Delivery
 from celery_budget.store import Store, budgets, declaring, grants, schema, untold, windows
+from celery_budget.store.in_place import NotStarted
 from celery_budget.suspicion import Suspicion
 
 BOOT = uuid.UUID(int=7)
@@ -218,6 +219,16 @@ class Ledger:
         late_ack = changes.pop("late_ack", True)
         request = self.reserve(amount, **changes)
         return request, self.run(request, late_ack=late_ack)
+
+    def start_in_place(
+        self, request: ReserveRequest, claim_id: uuid.UUID | None = None
+    ) -> Attempt | NotStarted:
+        """Admit a request that has no message, and claim it."""
+        key = request.root, request.reservation_id, request.task_id
+        delivery = Delivery(
+            *key, request.nesting, request.retries, "caller@host", BOOT, late_ack=False
+        )
+        return settlement.start(self.store, self.settings, request, delivery, claim_id or new_id())
 
     def retry(
         self, request: ReserveRequest, attempt: Attempt, amount: int | None = None

@@ -33,6 +33,7 @@ from celery_budget.core.reservations import (
 from celery_budget.core.usage import Used
 from celery_budget.errors import QueueFull, UnknownBudget
 from celery_budget.settings import Settings
+from celery_budget.settlement import Attempt
 from celery_budget.store import (
     Store,
     budgets,
@@ -113,6 +114,9 @@ BASELINE = {
         "end in a retry": Cost(8, 1),
         "end": ONE_ROUND_TRIP,
         "run": Cost(2, 0),
+        "start in place": ONE_ROUND_TRIP,
+        "refuse in place": ONE_ROUND_TRIP,
+        "end in place": ONE_ROUND_TRIP,
         "close": Cost(4, 1),
         "release": Cost(7, 1),
         # With its beat, a look for parked work that is over, one for budgets that anything waits
@@ -158,6 +162,9 @@ BASELINE = {
         "write a retry": Cost(7, 1),
         "end in a retry": Cost(7, 1),
         "end": Cost(12, 1),
+        "start in place": Cost(0, 1),
+        "refuse in place": Cost(0, 1),
+        "end in place": Cost(0, 1),
         "close": Cost(3, 1),
         "release": Cost(8, 1),
         "sweep": Cost(12, 10),
@@ -425,6 +432,22 @@ def test_an_attempt_that_nobody_waits_for_runs(ledger: Ledger, costs: Expect) ->
         attempt = ledger.run(request)
         assert attempt.end(Outcome("returned"), closes=True)
     assert attempt.closed
+
+
+def test_a_run_in_place(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request()
+    with costs("start in place"):
+        attempt = ledger.start_in_place(request)
+    assert isinstance(attempt, Attempt)
+    with costs("end in place"):
+        assert attempt.end(Outcome("returned"))
+    assert [row.lease_until_us for row in ledger.rows("attempts")] == [None]
+
+
+def test_a_run_in_place_is_refused(ledger: Ledger, costs: Expect) -> None:
+    request = ledger.request(10**9)
+    with costs("refuse in place"):
+        assert isinstance(ledger.start_in_place(request), Refused)
 
 
 def test_attempts_are_closed_with_the_next_claim(ledger: Ledger, costs: Expect) -> None:

@@ -3,8 +3,8 @@
 -- to it here; one contract suite holds both to the same behaviour.
 --
 -- 'general' is answered, and nothing is changed, where its deadline has passed, or this very call was
--- made before. Where the deadline passes while it waits for a lock nothing is changed either, and it is
--- to be called again.
+-- made before. Where the deadline passes while it waits for a lock it raises CB002: nothing is changed
+-- either.
 --
 -- Locks: as budget_reserve, then as budget_claim.
 CREATE FUNCTION budget_start(
@@ -66,8 +66,9 @@ BEGIN
         p_root, p_reservation, p_task_id, p_nesting, p_retries, p_worker, p_boot, p_pid, p_late_ack,
         p_rerun, p_inquires, p_claim, p_lease, false, NULL, NULL, '{}', '{}', '{}', p_who, p_lock_ms);
     IF v_claimed.outcome <> 'claimed' THEN
-        RAISE EXCEPTION 'the deadline of % has passed meanwhile', p_task_id
-              USING ERRCODE = 'serialization_failure';
+        -- Known to celery_budget.store.in_place.
+        RAISE EXCEPTION USING
+            ERRCODE = 'CB002', MESSAGE = 'the deadline has passed meanwhile';
     END IF;
     attempt := v_claimed.attempt;
     elapsed_us := v_claimed.elapsed_us;
