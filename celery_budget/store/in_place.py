@@ -128,8 +128,6 @@ _START = Statement(
     },
     found={
         **ANSWERED,
-        "attempt": INTEGER,
-        "elapsed_us": BIGINT,
         "deadline_us": BIGINT,
         "time_us": BIGINT,
     },
@@ -175,7 +173,7 @@ def start_at_once(
     if row.outcome == "general":
         return None
     if row.outcome == "reserved":
-        return Claimed(row.attempt, claim_id, row.elapsed_us, row.deadline_us, row.time_us)
+        return Claimed(1, claim_id, 0, row.deadline_us, row.time_us)
     tried = answer(connection, request, row)
     if isinstance(tried, Reserved):
         raise AssertionError("this very call is left to the general path")

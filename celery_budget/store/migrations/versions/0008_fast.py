@@ -110,7 +110,7 @@ def _gather() -> None:
 
 
 #: Each calls what comes before it.
-AT_ONCE = ("close", "claim", "start", "record", "end")
+AT_ONCE = ("close", "charge", "claim", "start", "record", "end")
 
 
 def _say_at_once() -> None:

@@ -157,21 +157,7 @@ BEGIN
       LEFT JOIN budget_outbox o
         ON o.root = p_root AND o.reservation_id = p_reservation AND o.retries = v_row.retries;
     IF v_row.charges_start THEN
-        PERFORM budget_move(
-            p_root, array_agg(l.budget::text), array_agg(l.window_us), array_agg(l.stripe),
-            array_agg(-l.reserved), array_agg(l.reserved), array_agg(p_reservation), 'start',
-            p_who, NULL)
-           FROM (
-            SELECT n.budget, n.window_us, n.stripe, n.reserved
-              FROM budget_lines n
-             WHERE n.root = p_root AND n.reservation_id = p_reservation AND n.charge = 'start'
-               AND n.reserved > 0
-             ORDER BY n.line
-           ) AS l
-         HAVING count(*) > 0;
-        UPDATE budget_lines l
-           SET used = l.used + l.reserved, settled = l.settled + l.reserved, reserved = 0
-         WHERE l.root = p_root AND l.reservation_id = p_reservation AND l.charge = 'start';
+        PERFORM budget_charge(p_root, p_reservation, p_who);
     END IF;
     IF v_row.lane IS NOT NULL THEN
         PERFORM budget_wake(p_root);

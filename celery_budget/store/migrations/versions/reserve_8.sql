@@ -2,7 +2,8 @@
 -- requests at once; one contract suite holds both to the same behaviour.
 --
 -- With p_queues it is new: it finds itself where it is parked, and comes after what goes ahead.
--- Without p_outbox it has no message.
+-- Without p_outbox it has no message: as 'running' it is a run in place, whose first attempt is
+-- written by budget_start.
 --
 -- Locks: the message's order key, the new reservation's key, then the balances in the order (budget,
 -- window, stripe): of a budget that is spread one stripe, or all of them where none has room alone.
@@ -132,8 +133,9 @@ BEGIN
             VALUES (
                 p_root, p_reservation, p_owner, p_request, p_nesting, p_task_id, p_task_name,
                 p_stage, p_fingerprint, p_opaque, p_estimator, p_version, p_prices, p_parent,
-                CASE p_state WHEN 'published' THEN 'published' ELSE 'reserved' END,
-                p_retries, 0, 0, p_unreserved, false, false, v_now, 'start' = ANY (p_charges),
+                CASE WHEN p_state IN ('published', 'running') THEN p_state ELSE 'reserved' END,
+                p_retries, (p_state = 'running')::integer, (p_state = 'running')::integer,
+                p_unreserved, false, false, v_now, 'start' = ANY (p_charges),
                 v_deadline, p_shadows, v_lane,
                 CASE WHEN p_state <> 'published' THEN nullif(p_due, 0) END)
             ON CONFLICT DO NOTHING;

@@ -6,7 +6,7 @@
 -- made before. Where the deadline passes while it waits for a lock it raises CB002: nothing is changed
 -- either.
 --
--- Locks: as budget_reserve, then as budget_claim.
+-- Locks: as budget_reserve, then as budget_charge.
 CREATE FUNCTION budget_start(
     p_root text, p_reservation uuid, p_owner text, p_request text, p_nesting integer,
     p_task_id text, p_task_name text, p_stage text, p_fingerprint text, p_opaque boolean,
@@ -18,14 +18,12 @@ CREATE FUNCTION budget_start(
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
     requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint,
-    left_us bigint, freed bigint, span_us bigint, attempt integer, elapsed_us bigint,
-    deadline_us bigint, time_us bigint
+    left_us bigint, freed bigint, span_us bigint, deadline_us bigint, time_us bigint
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
     v_now bigint := CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint);
     v_tried record;
-    v_claimed record;
 BEGIN
     outcome := 'general';
     IF p_deadline <= v_now OR p_within <= 0 THEN
@@ -36,7 +34,7 @@ BEGIN
       FROM budget_reserve(
         p_root, p_reservation, p_owner, p_request, p_nesting, p_task_id, p_task_name, p_stage,
         p_fingerprint, p_opaque, p_estimator, p_version, p_prices, p_parent, p_retries, p_unreserved,
-        p_finishing, p_budgets, p_amounts, p_charges, NULL, 'published', 0, 0, NULL, NULL, NULL, NULL,
+        p_finishing, p_budgets, p_amounts, p_charges, NULL, 'running', 0, 0, NULL, NULL, NULL, NULL,
         0, NULL, NULL, p_deadline, p_within, p_shadows, NULL, NULL, NULL, false, p_note, p_who,
         p_lock_ms);
     IF v_tried.outcome = 'existing' AND v_tried.reservation_id = p_reservation THEN
@@ -61,19 +59,27 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
-    SELECT * INTO v_claimed
-      FROM budget_claim(
-        p_root, p_reservation, p_task_id, p_nesting, p_retries, p_worker, p_boot, p_pid, p_late_ack,
-        p_rerun, p_inquires, p_claim, p_lease, false, NULL, NULL, '{}', '{}', '{}', p_who, p_lock_ms);
-    IF v_claimed.outcome <> 'claimed' THEN
-        -- Known to celery_budget.store.in_place.
-        RAISE EXCEPTION USING
-            ERRCODE = 'CB002', MESSAGE = 'the deadline has passed meanwhile';
+    v_now := CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint);
+    IF p_deadline IS NOT NULL OR p_within IS NOT NULL THEN
+        SELECT r.deadline_us, r.deadline_us - v_now
+          INTO deadline_us, time_us
+          FROM budget_reservations r
+         WHERE r.root = p_root AND r.reservation_id = p_reservation;
+        IF time_us <= 0 THEN
+            -- Known to celery_budget.store.in_place.
+            RAISE EXCEPTION USING
+                ERRCODE = 'CB002', MESSAGE = 'the deadline has passed meanwhile';
+        END IF;
     END IF;
-    attempt := v_claimed.attempt;
-    elapsed_us := v_claimed.elapsed_us;
-    deadline_us := v_claimed.deadline_us;
-    time_us := v_claimed.left_us;
+    INSERT INTO budget_attempts (
+        root, reservation_id, attempt, claim_id, retries, worker, boot_id, pid, late_ack, rerun,
+        inquires, started_us, lease_until_us, replays)
+    VALUES (
+        p_root, p_reservation, 1, p_claim, p_retries, p_worker, p_boot, p_pid, p_late_ack, p_rerun,
+        p_inquires, v_now, v_now + p_lease, 0);
+    IF 'start' = ANY (p_charges) THEN
+        PERFORM budget_charge(p_root, p_reservation, p_who);
+    END IF;
     RETURN NEXT;
 END
 $$
