@@ -38,6 +38,7 @@ FUNCTIONS = {
     "budget_pace",
     "budget_record",
     "budget_reserve",
+    "budget_start",
     "budget_wake",
 }
 
