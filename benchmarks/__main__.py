@@ -13,7 +13,18 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import caller, history, hot, relaying, reporting, starting, waking, working
+from benchmarks import (
+    backlogs,
+    caller,
+    growth,
+    history,
+    hot,
+    relaying,
+    reporting,
+    starting,
+    waking,
+    working,
+)
 from benchmarks.measure import Comparison, Effort
 from benchmarks.peers import comparing
 from benchmarks.servers import Servers
@@ -22,6 +33,7 @@ from tests.services.base import ServiceUnavailable
 #: What ``make bench`` runs.
 SHORT = {
     "caller": caller.run,
+    "group": caller.run_group,
     "hot": hot.run,
     "latency": starting.run,
     "peers-call": comparing.calls,
@@ -33,8 +45,11 @@ SHORT = {
 }
 #: What ``make bench-long`` runs: histories and backlogs.
 LONG = {
+    "backlog": backlogs.run,
+    "relay-long": relaying.run_long,
     "report": reporting.run,
     "history": history.run,
+    "growth": growth.run,
 }
 BENCHMARKS = {**SHORT, **LONG}
 #: Every figure of the last run, with what it was to be.
@@ -104,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         "--history",
         type=_positive,
         metavar="N",
-        help="let the longest history be of so many requests (default: 10,000,000)",
+        help="let the longest history, or backlog, be of so many requests (default: 10,000,000, or "
+        "1,000,000)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser

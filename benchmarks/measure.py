@@ -16,7 +16,8 @@ __all__ = ["Check", "Comparison", "Effort", "Side", "Spread", "Target", "compare
 class Effort:
     """How much is run: at most ``rounds``, and no new one after ``seconds``.
 
-    :ivar history: how many requests the longest history is of; none for as many as are claimed.
+    :ivar history: how many requests the longest history, or backlog, is of; none for as many as are
+        claimed.
     """
 
     rounds: int

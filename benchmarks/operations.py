@@ -16,14 +16,14 @@ from contextlib import contextmanager
 import sqlalchemy as sa
 
 from benchmarks.histories import tenant
-from celery_budget import alerting, parking, tallying
+from celery_budget import alerting, parking, reconcile, tallying
 from celery_budget.core.reservations import Reserved, ReserveRequest
 from celery_budget.settings import Settings
 from celery_budget.settlement import Attempt
-from celery_budget.store import Store, migrate, wakeup
+from celery_budget.store import Store, budgets, migrate, wakeup
 from tests.contract.support import RETURNED, Ledger, admit_many, message_of
 
-__all__ = ["OPERATIONS", "Block", "Operations", "make_ledger", "open_ledger"]
+__all__ = ["OPERATIONS", "READING", "Block", "Operations", "make_ledger", "open_ledger"]
 
 #: Returns how long each call took, in microseconds.
 Block = Callable[[], Sequence[float]]
@@ -38,17 +38,32 @@ def make_ledger(url: str, tenants: int) -> None:
     """Make a ledger with that many budgets, and one that is hot."""
     with open_ledger(url) as ledger:
         ledger.store.run(migrate.upgrade)
-        for number in range(tenants):
-            ledger.set(tenant(number), limit=10**15)
-        ledger.set(HOT, limit=10**15)
+        for name in (HOT, tenant(0)):
+            ledger.set(name, limit=10**15)
+        given = {"root": ledger.root, "first": tenant(0), "tenants": tenants}
+        with ledger.store.transaction() as connection:
+            for table, name in (("budgets", "name"), ("balances", "budget")):
+                connection.execute(sa.text(_COPIES.format(table, name)), given)
+
+
+#: Budgets as the first one is, without a call for each.
+_COPIES = """
+    INSERT INTO budget_{0} SELECT (jsonb_populate_record(b, jsonb_build_object(
+        '{1}', 'tenant:' || n))).*
+      FROM budget_{0} b, generate_series(1, :tenants - 1) AS n
+     WHERE b.root = :root AND b.{1} = :first
+"""
 
 
 @contextmanager
 def open_ledger(url: str) -> Iterator[Ledger]:
-    """Open a ledger for as many clients as there are."""
-    store = Store(url, pool_size=CLIENTS + 4)
+    """Open a ledger for as many clients as there are; its outbox takes whatever comes.
+
+    A machine that is busy with something else breaks off no transaction.
+    """
+    store = Store(url, lock_seconds=60.0, pool_size=CLIENTS + 4)
     try:
-        yield Ledger(store, Settings(url, root="bench"))
+        yield Ledger(store, Settings(url, root="bench", max_outbox=10**8))
     finally:
         store.dispose()
 
@@ -167,6 +182,16 @@ class Operations:
         self._run(taken)
         return found
 
+    def report(self) -> list[float]:
+        """Gather the default report."""
+        ledger = self._ledger
+        return [_timed(lambda: reconcile.report(ledger.store, ledger.settings))]
+
+    def balances(self) -> list[float]:
+        """Read the balances of all budgets."""
+        ledger = self._ledger
+        return [_timed(lambda: ledger.store.read(budgets.balances_of, ledger.root))]
+
     def _requests(self, number: int = 0) -> list[ReserveRequest]:
         begin, self._turn = self._turn, self._turn + (number or self._calls)
         return [
@@ -239,6 +264,8 @@ OPERATIONS = {
     "sweep": "sweep once",
     "wake": "call to relayed, asleep",
 }
+#: What reads all there is.
+READING = {"report": "the default report", "balances": "all balances"}
 
 
 def _timed(call: Callable[[], object]) -> float:

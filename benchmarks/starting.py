@@ -26,7 +26,7 @@ CALLS = 30
 FEW_CALLS = 6
 #: Between two calls, at most: the relay has nothing to do by then, and none has the same distance
 #: from its next look.
-PAUSE_SECONDS = 0.05
+PAUSE_SECONDS = 0.04
 
 PLAIN = "plain task"
 POSTGRESQL = "budgeted task, PostgreSQL"

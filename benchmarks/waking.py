@@ -1,4 +1,4 @@
-"""What waking a relay costs those who admit: many at once, and a relay that sleeps when they begin."""
+"""What waking a relay costs those who admit: many at once, while it sleeps when they begin."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "state": "what state it has come to, in a word, or a few",
         "step": "which periodic step, or how something was brought on",
         "store": "the ledger's URL, without its password",
+        "stripes": "over how many rows the counters of a budget are (integer)",
         "task": "a task's name",
         "task_id": "a task's id",
         "unit": "a budget's unit",

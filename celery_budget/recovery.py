@@ -144,7 +144,7 @@ def run_once(
     for _ in range(PRUNES):
         pruned = store.run(outbox.prune, root, LIMIT, kept.after)
         kept.after = pruned.after
-        if kept.after is None or not pruned.count:
+        if kept.after is None or not pruned:
             break
     for _ in range(PRUNES):
         if store.run(effects.prune, settings.root, settings.effect_retention_us, LIMIT) < LIMIT:

@@ -1,9 +1,10 @@
 """The relay: takes due messages from the outbox, publishes them, marks what was confirmed.
 
-Several may run: each message is published once, in the order its key asks for, if it has one. A
-relay that dies between publishing and marking leaves one batch that another publishes again, with
-the same ids; a worker claims one of the two. ``docs/relay.md`` says what each answer of a broker
-leads to.
+They go out a window at a time, as many as the way to their broker takes together; each has its own
+answer. Several relays may run: each message is published once, in the order its key asks for, if it
+has one. A relay that dies between publishing and marking leaves one batch that another publishes
+again, with the same ids; a worker claims one of the two. ``docs/relay.md`` says what each answer of
+a broker leads to.
 """
 
 from __future__ import annotations
@@ -181,10 +182,10 @@ class Relay:
             self._unanswered.clear()
         steps: Counter[str] = Counter()
         if told:
-            reached, again = self._pass_all(stop, steps)
+            reached, again = self._pass_all(stop, steps, told)
         let_go = self._dispatch(steps)
         if let_go or not told:
-            reached, again = self._pass_all(stop, steps)
+            reached, again = self._pass_all(stop, steps, told)
         down = not reached and not stop.is_set()
         return Relayed(**steps, broker_down=down, again=again or let_go)
 
@@ -196,13 +197,15 @@ class Relay:
         steps["released"] += len(dispatched.ended)
         return dispatched.released > 0
 
-    def _pass_all(self, stop: threading.Event, steps: Counter[str]) -> tuple[bool, bool]:
+    def _pass_all(
+        self, stop: threading.Event, steps: Counter[str], told: bool
+    ) -> tuple[bool, bool]:
         """Make a pass for each broker; return whether any was reached, and has more to do."""
         reached = again = False
         for broker, rest in self._rests.items():
             if stop.is_set() or rest.lasts:
                 continue
-            more = self._pass(broker, stop, steps)
+            more = self._pass(broker, stop, steps, told)
             if more is not None:
                 reached, again = True, again or more
         return reached, again
@@ -234,7 +237,19 @@ class Relay:
                 self._waiting.clear()
             self._trouble = None
 
-    def _pass(self, broker: str, stop: threading.Event, steps: Counter[str]) -> bool | None:
+    def _claim(self, broker: str, told: bool) -> claims.Batch:
+        """Take a batch; one that was told of, by one round trip where that does."""
+        settings = self._settings
+        what = (settings.root, broker, settings.batch_size, settings.publish_us, new_id())
+        if told and self._store.dialect == "postgresql":
+            batch = self._store.run_statement(claims.claim_due, *what, alone=True)
+            if not batch.undecided:
+                return batch
+        return self._store.run(claims.claim_due, *what)
+
+    def _pass(
+        self, broker: str, stop: threading.Event, steps: Counter[str], told: bool
+    ) -> bool | None:
         """Work through one batch; return whether there may be more to do at once.
 
         None where the broker could not be reached.
@@ -242,14 +257,7 @@ class Relay:
         settings = self._settings
         failures = self._rests[broker].failures
         until = time.monotonic() + settings.publish_seconds * PUBLISHING
-        batch = self._store.run(
-            claims.claim_due,
-            settings.root,
-            broker,
-            settings.batch_size,
-            settings.publish_us,
-            new_id(),
-        )
+        batch = self._claim(broker, told)
         with self._lock:
             self._fence = batch.fence
             self._waiting.extend(batch.messages)

@@ -96,7 +96,7 @@ class StoreSeen:
     :ivar overdue_seconds: how long a message has been due that was not published; 0 for none.
     :ivar mark: tells this ledger from others; none while it has no budget.
     :ivar distributed: whether its tables are distributed by root.
-    :ivar undistributed: tables and functions of such a one that are not.
+    :ivar undistributed: tables of such a one that are not.
     """
 
     dialect: str

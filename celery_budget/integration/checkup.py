@@ -40,7 +40,7 @@ from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.task import BudgetedTask, policy_of, upgrade_marked
 from celery_budget.metering import price
 from celery_budget.store import checkup as seen
-from celery_budget.store import migrate, read_from
+from celery_budget.store import distributed, migrate, read_from
 from celery_budget.store.windows import read_now
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ def _store(budget: CeleryBudget) -> StoreSeen:
         budget.check()
         tables = store.read(seen.read_tables, root)
         relays = reconcile.relays(store, budget.settings)
+        spread = store.read(distributed.is_distributed)
+        missing = store.read(distributed.missing) if spread else ()
     except (SchemaError, StoreError) as error:
         return replace(found, schema_error=str(error))
     return replace(
@@ -219,6 +221,8 @@ def _store(budget: CeleryBudget) -> StoreSeen:
         zones_missing=tuple(zone for zone in tables.zones if not _is_known(zone)),
         overdue_seconds=tables.overdue_us / 1_000_000,
         mark=tables.mark,
+        distributed=spread,
+        undistributed=missing,
         relays=tuple(RelayHost(one.host, one.pid, one.seconds) for one in relays),
     )
 

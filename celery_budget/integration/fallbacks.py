@@ -8,8 +8,9 @@ between, the request is one: its ids are the same in each lane.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
@@ -163,13 +164,18 @@ def kept(budget: CeleryBudget, request: ReserveRequest, stop: Stop | None) -> Re
 class Choice:
     """Chooses the lanes of requests that are admitted together, by a look before.
 
-    :ivar asked: what those before ask of each budget, which is counted as gone.
+    :ivar before: returns what those before ask of each budget, which is counted as gone.
     """
 
     budget: CeleryBudget
     waits: bool = False
     stop: Stop | None = None
-    asked: Counter[str] = field(default_factory=Counter)
+    before: Callable[[], Counter[str]] = Counter
+
+    @cached_property
+    def asked(self) -> Counter[str]:
+        """What those before ask, and what was chosen here since; looked up where it is needed."""
+        return self.before()
 
     def of(self, request: ReserveRequest, names: Sequence[str], options: dict[str, Any]) -> Way:
         """Return the way by the first lane that would take a request now, or else by the last."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import celery.app.amqp
@@ -58,6 +58,7 @@ from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.reuse import request_id_of
 from celery_budget.integration.spooling import gives_back, stopping
+from celery_budget.integration.task import budgeted_task
 from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt
 from celery_budget.spool import Patience
@@ -217,8 +218,7 @@ class Gate:
     def _choice(self, call: _Call, batch: Batch | None) -> Choice:
         """Return what chooses the lanes of what is admitted together."""
         waits, stop = call.waiting
-        asked = Counter() if batch is None else batch.asked()
-        return Choice(self._budget, waits, stop, asked)
+        return Choice(self._budget, waits, stop, Counter if batch is None else batch.asked)
 
     def _ways(
         self,
@@ -635,6 +635,35 @@ def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
         )
 
 
+#: Where results are waited for, without a word to the broker before the message goes there.
+_SILENT = ("celery.backends.base", "celery.backends.redis")
+
+
+class _Unopened:
+    """The producer that a budgeted task is sent by, from which Celery's sender takes its defaults.
+
+    Over a connection that nobody opens: one of the pool would be taken, looked at and given back
+    for nothing, as nothing is sent by it.
+    """
+
+    def __init__(self, budget: CeleryBudget) -> None:
+        self._budget = budget
+
+    @cached_property
+    def producer(self) -> Any:
+        """One for all threads, since nobody uses it."""
+        return self._budget.app.amqp.Producer(self._budget.app.connection_for_write())
+
+    def serves(self, name: str, options: Mapping[str, Any]) -> bool:
+        """Tell whether a task is sent by it: one with a budget, unless the call says by what."""
+        app = self._budget.app
+        if any(options.get(given) is not None for given in ("producer", "publisher", "connection")):
+            return False
+        if budgeted_task(app, name) is None:
+            return False
+        return type(app.backend).on_task_call.__module__ in _SILENT
+
+
 def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``app.send_task`` so that ``request_id=`` fixes the task id, and so does ``reuse=``.
 
@@ -643,7 +672,11 @@ def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Call
     knows whether the publication follows a task that must not fail for it.
     """
 
+    unopened = _Unopened(budget)
+
     def send(name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
+        if not rest and unopened.serves(name, options):
+            options["producer"] = unopened.producer
         request_id = options.get("request_id")
         if request_id is None and options.get("task_id") is None:
             joins = request_id_of(budget, name, tuple(args or ()), kwargs or {})

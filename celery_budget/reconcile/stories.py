@@ -36,8 +36,8 @@ class Story:
     :ivar reused: whose calls get its result, and until when.
     :ivar untold: results that have still to be stored.
     :ivar next: what happens next, and when.
-    :ivar left_out: of which of these how many earlier ones are not listed: of attempts, usage and so
-        on the last thousand are.
+    :ivar left_out: of which of these how many earlier ones are not listed: of attempts, usage and
+        so on the last thousand are.
     """
 
     reservation: Row

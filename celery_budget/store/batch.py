@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
@@ -49,7 +48,7 @@ from celery_budget.store import (
     waiting,
 )
 from celery_budget.store.balances import Key, Move, lock_balances, move
-from celery_budget.store.insert import AT_ONCE
+from celery_budget.store.insert import insert_many
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.standbys import wait_for_standbys
@@ -375,7 +374,6 @@ def _insert(
 
     In the order of their keys, so that of two batches with the same ones the second waits.
     """
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     first: dict[RequestKey, ReserveRequest] = {}
     states: dict[RequestKey, str] = {}
     queues: dict[RequestKey, str] = {}
@@ -412,13 +410,18 @@ def _insert(
         reservations.c.request_id,
         reservations.c.nesting,
     )
-    lane = waiting.feeding(root, sa.bindparam("fed_queue", type_=sa.String))
-    statement = insert(reservations).values(created_us=now_us(), lane=lane)
-    inserted = list(
-        connection.execute(
-            statement.on_conflict_do_nothing().returning(*seen, waiting.has_lanes(root)),
+    inserted: list[Any] = list(
+        insert_many(
+            connection,
+            reservations,
             rows,
-            execution_options=AT_ONCE,
+            (*seen, waiting.has_lanes(root)),
+            more={"fed_queue": sa.String()},
+            made=lambda value: {
+                "created_us": now_us(),
+                "lane": waiting.feeding(root, value("fed_queue")),
+            },
+            new=True,
         )
     )
     found = {(row.owner, row.request_id, row.nesting): row for row in inserted}
@@ -640,12 +643,8 @@ def _lines(
 def insert_lines(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     """Insert lines that nothing was used of."""
     fixed = {"used": 0, "settled": 0, "extended": 0}
-    # What comes back makes SQLAlchemy send them in one statement.
-    connection.execute(
-        lines.insert().returning(lines.c.line),
-        [{"stripe": 0, **row, **fixed} for row in rows],
-        execution_options=AT_ONCE,
-    ).all()
+    rows = [{"stripe": 0, **row, **fixed} for row in rows]
+    insert_many(connection, lines, rows, (lines.c.line,))
 
 
 def columns_of(request: ReserveRequest) -> dict[str, Any]:

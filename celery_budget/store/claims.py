@@ -85,16 +85,25 @@ class Batch:
     :ivar behind: how many were passed by, now and until they follow, since an unpublished message
         with the same order key comes first.
     :ivar full: whether no more fitted into it, so that more may be due.
+    :ivar undecided: whether nothing was taken since more than one statement is needed for it.
     """
 
     fence: uuid.UUID
     messages: tuple[Due, ...] = ()
     behind: int = 0
     full: bool = False
+    undecided: bool = False
 
 
 def claim_due(
-    connection: Connection, root: str, broker: str, limit: int, hold_us: int, fence: uuid.UUID
+    connection: Connection,
+    root: str,
+    broker: str,
+    limit: int,
+    hold_us: int,
+    fence: uuid.UUID,
+    *,
+    alone: bool = False,
 ) -> Batch:
     """Take up to ``limit`` due messages for one broker; nobody else gets them for ``hold_us``.
 
@@ -106,6 +115,9 @@ def claim_due(
     Locks those rows and skips what another relay is taking. A relay that dies gives them back
     when the time is over: the message may then be published twice, and is claimed once. Of two
     relays the last one to take a row has it: the other one's fence is gone.
+
+    :param alone: by one statement that waits for no lock, and may be a transaction of its own
+        (PostgreSQL). Where that does not do, as of messages with order keys, nothing is taken.
     """
     # No name of a column of the outbox, which would be a value to write.
     values = {"of_root": root, "of_broker": broker, "most": limit}
@@ -116,6 +128,8 @@ def claim_due(
         _take_plain(), {**values, "hold_us": hold_us, "fence": fence, "bytes": MOST_BYTES}
     ).all()
     if any(row.order_key is not None or row.told_until is not None for row in found):
+        if alone:
+            return Batch(fence, undecided=True)
         return _take_in_turn(connection, root, limit, hold_us, fence, found)
     messages = tuple(_due(row, row) for row in found if row.task_id is not None)
     return Batch(fence, messages, 0, len(found) == limit or len(messages) < len(found))
@@ -158,6 +172,11 @@ def _due(found: sa.Row[Any], taken: sa.Row[Any]) -> Due:
     )
 
 
+_HOLD = sa.bindparam("hold_us", type_=sa.BigInteger)
+#: How long what is taken has still, by the clock that the taking reads: a distributed ledger reads
+#: none in what a change returns.
+_LEFT = (outbox.c.expires_us - outbox.c.due_us + _HOLD).label("left_us")
+
 #: Made once, as all statements of a claim: making them takes longer than they take.
 _TAKE = (
     outbox.update()
@@ -166,10 +185,10 @@ _TAKE = (
         outbox.c.outbox_id.in_(sa.bindparam("ids", expanding=True)),
     )
     .values(
-        due_us=now_us() + sa.bindparam("hold_us", type_=sa.BigInteger),
+        due_us=now_us() + _HOLD,
         taken_by=sa.bindparam("fence"),
     )
-    .returning(outbox, (outbox.c.expires_us - now_us()).label("left_us"))
+    .returning(outbox, _LEFT)
 )
 
 
@@ -202,7 +221,7 @@ def _take_plain() -> sa.Select[Any]:
             ~undecided,
         )
         .values(
-            due_us=now_us() + sa.bindparam("hold_us", type_=sa.BigInteger),
+            due_us=now_us() + _HOLD,
             taken_by=sa.bindparam("fence"),
         )
         .returning(
@@ -216,7 +235,7 @@ def _take_plain() -> sa.Select[Any]:
             outbox.c.expires_us,
             outbox.c.broker,
             outbox.c.failures,
-            (outbox.c.expires_us - now_us()).label("left_us"),
+            _LEFT,
         )
         .cte("taken")
     )

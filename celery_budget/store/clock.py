@@ -13,10 +13,10 @@ from sqlalchemy.engine import Engine
 
 __all__ = ["MAKE", "follow", "read_stable", "watch"]
 
-#: Makes the function, outside of any root.
+#: Makes the function, outside of any root. Its text must not be what statements are rewritten by.
 MAKE = (
     "CREATE OR REPLACE FUNCTION budget_clock() RETURNS timestamptz LANGUAGE plpgsql STABLE AS"
-    " 'BEGIN RETURN clock_timestamp(); END'"
+    " 'BEGIN RETURN clock_timestamp (); END'"
 )
 _EXECUTE = "before_cursor_execute"
 

@@ -15,7 +15,7 @@ from celery_budget.store import clock
 from celery_budget.store.migrate import VERSION_TABLE
 from celery_budget.store.schema import budgets, metadata
 
-__all__ = ["check_one_root", "distribute", "is_distributed"]
+__all__ = ["check_one_root", "distribute", "is_distributed", "missing"]
 
 #: Functions that are given a root, by their first argument.
 _ROOT = "p_root"
@@ -79,6 +79,12 @@ def distribute(connection: Connection) -> None:
             if function.of_root
             else {"f": function.signature},
         )
+
+
+def missing(connection: Connection) -> tuple[str, ...]:
+    """Return the tables of a distributed ledger that are not distributed. Locks nothing."""
+    names = sorted(table.name for table in metadata.tables.values())
+    return tuple(name for name in names if not _is_placed(connection, name))
 
 
 def check_one_root(connection: Connection, roots: set[str]) -> None:

@@ -25,6 +25,8 @@ R = TypeVar("R")
 #: What a session waits for: ``SyncRep`` is a synchronous standby's word.
 _WAITS = "SELECT wait_event FROM pg_stat_activity WHERE pid = %s"
 SYNCHRONOUS = "SyncRep"
+#: How long the server has to answer that, in seconds, where the URL lets it take any time.
+CONNECT = 10
 
 
 class _Impatient(psycopg.Connection[Any]):
@@ -96,7 +98,7 @@ class _Watched(_Impatient):
             "autocommit": True,
         }
         with _Impatient.connect(**{**self.budget_arguments, **here}) as other:
-            other.budget_seconds = self.budget_seconds
+            other.budget_seconds = float(self.budget_arguments.get("connect_timeout") or CONNECT)
             row = other.execute(_WAITS, (self.info.backend_pid,)).fetchone()
         return None if row is None else row[0]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.identity import new_id
@@ -16,7 +15,7 @@ from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import ReserveRequest
 from celery_budget.store import advisory, shares
 from celery_budget.store.drivers import is_lent
-from celery_budget.store.insert import AT_ONCE, insert_new
+from celery_budget.store.insert import Value, insert_many, insert_new
 from celery_budget.store.schema import (
     IS_HELD,
     IS_KEPT,
@@ -204,18 +203,21 @@ def enqueue_many(
     delivered = delivered_us is not None
     # One time for all, or that of each.
     now = sa.select(now_us()).scalar_subquery()
-    timed = sa.bindparam("timed_us", type_=sa.BigInteger)
-    due: Any = now + delivered_us if delivered else sa.func.coalesce(sa.func.nullif(timed, 0), now)
-    lane = feeding(root, sa.bindparam("fed_queue", type_=sa.String))
-    statement = outbox.insert().values(
-        due_us=due,
-        created_us=now,
-        published_us=now if delivered else None,
-        lane=lane,
-        state="published" if delivered else _held_if(lane),
-    )
-    connection.execute(
-        statement.returning(outbox.c.retries),
+
+    def made(value: Value) -> dict[str, Any]:
+        lane = feeding(root, value("fed_queue"))
+        timed = sa.func.coalesce(sa.func.nullif(value("timed_us"), 0), now)
+        return {
+            "due_us": now + delivered_us if delivered else timed,
+            "created_us": now,
+            "published_us": now if delivered else sa.literal(None, sa.BigInteger),
+            "lane": lane,
+            "state": sa.literal("published") if delivered else _held_if(lane),
+        }
+
+    insert_many(
+        connection,
+        outbox,
         [
             {
                 "root": root,
@@ -223,17 +225,19 @@ def enqueue_many(
                 "reservation_id": request.reservation_id,
                 "retries": request.retries,
                 "fed_queue": message.queue,
+                "timed_us": message.due_us,
                 "publishes": int(delivered),
                 "failures": 0,
                 "tenant": request.tenant or request.owner,
                 "weight": request.weight,
                 **columns_of(message),
-                **({} if delivered else {"timed_us": message.due_us}),
             }
             for request, message in messages
         ],
-        execution_options=AT_ONCE,
-    ).all()
+        (outbox.c.retries,),
+        more={"fed_queue": sa.String(), "timed_us": sa.BigInteger()},
+        made=made,
+    )
     if not delivered and any(message.due_us == 0 for _, message in messages):
         wake(connection, root)
 
@@ -250,14 +254,10 @@ def enqueue_plain(
     """
     if not messages:
         return
-    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     now = sa.select(now_us()).scalar_subquery()
-    timed = sa.bindparam("timed_us", type_=sa.BigInteger)
-    statement = insert(outbox).values(
-        due_us=sa.func.coalesce(sa.func.nullif(timed, 0), now), created_us=now
-    )
-    connection.execute(
-        statement.on_conflict_do_nothing().returning(outbox.c.retries),
+    insert_many(
+        connection,
+        outbox,
         [
             {
                 "root": root,
@@ -272,8 +272,14 @@ def enqueue_plain(
             }
             for outbox_id, message, parent_id in messages
         ],
-        execution_options=AT_ONCE,
-    ).all()
+        (outbox.c.retries,),
+        more={"timed_us": sa.BigInteger()},
+        made=lambda value: {
+            "due_us": sa.func.coalesce(sa.func.nullif(value("timed_us"), 0), now),
+            "created_us": now,
+        },
+        new=True,
+    )
     wake(connection, root)
 
 
@@ -474,6 +480,10 @@ class Pruned:
 
     count: int
     after: uuid.UUID | None
+
+    def __bool__(self) -> bool:
+        """Whether anything was deleted."""
+        return self.count > 0
 
 
 def prune(connection: Connection, root: str, limit: int, after: uuid.UUID | None = None) -> Pruned:

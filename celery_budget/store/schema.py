@@ -269,7 +269,8 @@ balances = Table(
     PrimaryKeyConstraint("root", "budget", "window_us", "stripe", name="pk_budget_balances"),
     CheckConstraint("reserved >= 0", name="reserved"),
     # What is taken back from a budget may be more than one of its rows has spent.
-    CheckConstraint("spent >= 0 OR share IS NOT NULL", name="spent"),
+    CheckConstraint("spent >= 0 OR share IS NOT NULL", name="spent").ddl_if(dialect="postgresql"),
+    CheckConstraint("spent >= 0", name="spent").ddl_if(dialect="sqlite"),
     Index("ix_budget_balances_waits", "root", "end_us", **_when("waits > 0")),
     Index("ix_budget_balances_end", "root", "end_us"),
 )

@@ -55,7 +55,7 @@ Rows = list[sa.Row[Any]]
 
 #: How much of what followed from a request is listed.
 CHILDREN = 20
-#: How many rows of a kind are listed of one request, the last ones: of usage there may be any number.
+#: How many rows of a kind are listed of one request, the last ones: there may be any number.
 LISTED = 1000
 #: How many refusals of other tries are listed.
 REFUSALS = 3

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.engine import Connection
 
 from celery_budget import reconcile
 from celery_budget.settings import Settings
 from celery_budget.store import Store, migrate, windows
 from tests.contract.racers import OneTry, racing_url
+from tests.contract.roots import Watch
 from tests.contract.support import Ledger
 
 STORES = [
@@ -69,18 +71,26 @@ def spread(connection: Connection, stripes: int) -> int:
 
 
 @pytest.fixture(scope="session")
-def store(store_url: str) -> Iterator[Store]:
+def store(store_url: str, watch: Watch) -> Iterator[Store]:
     """The store of each dialect."""
     store = Store(store_url)
+    if store.dialect == "postgresql":
+        event.listen(store.engine, "before_cursor_execute", watch.note)
     yield store
     store.dispose()
 
 
+@pytest.fixture(scope="session")
+def watch() -> Watch:
+    """What the session's store sends on PostgreSQL."""
+    return Watch()
+
+
 @pytest.fixture
-def ledger(store: Store, store_url: str) -> Iterator[Ledger]:
+def ledger(store: Store, store_url: str, watch: Watch) -> Iterator[Ledger]:
     """An empty ledger; whatever the test did to it, it adds up afterwards.
 
-    And every request that is open is named, with what becomes of it.
+    And every request that is open is named, with what becomes of it. No statement left its root.
     """
     ledger = Ledger(store, Settings(database_url=store_url, root=f"root-{uuid4().hex[:12]}"))
     yield ledger
@@ -89,6 +99,7 @@ def ledger(store: Store, store_url: str) -> Iterator[Ledger]:
         assert found.mismatches == ()
         named = {step.task_id for one in found.pending for step in one.steps}
         assert {row.task_id for row in ledger.rows("reservations", ended_us=None)} <= named
+    assert watch.faults() == []
 
 
 @pytest.fixture

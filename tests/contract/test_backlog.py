@@ -63,7 +63,7 @@ def analyze(ledger: Ledger) -> None:
 def plan(ledger: Ledger, limit: int) -> list[dict[str, Any]]:
     """The nodes of the plan by which the next messages are looked for, as they were run."""
     with ledger.store.transaction() as connection:
-        given = {"root": ledger.root, "broker": "", "most": limit}
+        given = {"of_root": ledger.root, "of_broker": "", "most": limit}
         written = claims._next("postgresql").compile(connection).construct_expanded_state(given)
         explained = connection.exec_driver_sql(
             f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {written.statement}", written.parameters

@@ -10,7 +10,9 @@ import pytest
 import sqlalchemy as sa
 
 from celery_budget import CeleryBudget, DistributionError, reconcile
+from celery_budget.integration.checkup import collect
 from celery_budget.store import Store, distributed, migrate, schema
+from tests.contract.roots import body_faults, faults
 from tests.contract.support import RETRIED, RETURNED, Ledger
 from tests.integration.support import make_app
 from tests.services import citus
@@ -105,9 +107,27 @@ def test_a_distributed_ledger_does_all_that_another_does(installed: CeleryBudget
         store.dispose()
 
 
+WHOLE = "the ledger is distributed by root, with all of its tables"
+
+
+def rule(installed: CeleryBudget) -> tuple[str, str]:
+    """What ``budget check`` says of it: the level, and what was seen."""
+    seen = collect(installed, 0.05).store
+    assert (seen.error, seen.schema_error) == ("", "")
+    [found] = [one for one in installed.checkup(0.05).findings if one.id == "distributed"]
+    return found.level, found.seen
+
+
+@pytest.mark.skipif("citus" in CLUSTERS, reason="takes a table out of the stand-in's catalogue")
 def test_what_was_distributed_stays_so_and_gets_what_is_new(installed: CeleryBudget) -> None:
+    assert rule(installed) == ("ok", WHOLE)
+    with installed.store.transaction() as connection:
+        connection.execute(
+            sa.text("DELETE FROM pg_dist_partition WHERE logicalrelid = 'budget_lanes'::regclass")
+        )
+    assert rule(installed) == ("error", "not distributed: budget_lanes")
     assert installed.init() == migrate.head()
-    assert installed.init(distributed=True) == migrate.head()
+    assert rule(installed) == ("ok", WHOLE)
 
 
 def test_a_file_of_several_roots_is_refused_as_a_whole(installed: CeleryBudget) -> None:
@@ -155,3 +175,64 @@ def test_the_stand_in_refuses_what_citus_does(postgres_url: str, change: str, sa
         store.run(distributed.distribute)
     assert not store.read(distributed.is_distributed)
     store.dispose()
+
+
+def test_every_statement_of_stored_functions_stays_in_the_root_it_is_given(
+    installed: CeleryBudget,
+) -> None:
+    question = (
+        "SELECT proname, prosrc FROM pg_proc WHERE starts_with(proname, 'budget_')"
+        " AND prosrc LIKE '%budget\\_%'"
+    )
+    with installed.store.snapshot() as connection:
+        bodies = {row.proname: row.prosrc for row in connection.execute(sa.text(question))}
+    assert {"budget_reserve", "budget_move", "budget_decide", "budget_claim"} <= set(bodies)
+    found = {name: wrong for name, body in bodies.items() if (wrong := body_faults(body))}
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("SELECT 1 FROM budget_outbox WHERE state = 'due'", "budget_outbox is not restricted"),
+        (
+            "SELECT 1 FROM budget_outbox o JOIN budget_lines l ON l.used = 1 WHERE o.root = %(r)s",
+            "budget_lines is not restricted",
+        ),
+        ("SELECT 1 FROM budget_outbox WHERE root = %(r)s OR state = 'due'", "is not restricted"),
+        ("UPDATE budget_lines SET used = 1 WHERE budget = %(b)s", "budget_lines is not restricted"),
+        ("INSERT INTO budget_lanes (name) VALUES (%(n)s)", "budget_lanes gets rows of no root"),
+        (
+            "INSERT INTO budget_lanes (root) SELECT name FROM budget_budgets WHERE root = %(r)s",
+            "gets rows of name",
+        ),
+        (
+            "UPDATE budget_lanes SET name = 'n' WHERE root = %(r)s RETURNING clock_timestamp()",
+            "in RETURNING",
+        ),
+        (
+            "UPDATE budget_lanes SET checked_us = coalesce(1, budget_clock()) WHERE root = %(r)s",
+            "in CASE or COALESCE",
+        ),
+        ("DELETE FROM budget_lanes WHERE root = %(r)s AND random() < 1", "rand() is volatile"),
+        ("UPDATE budget_lanes SET ageing = nextval('s') WHERE root = %(r)s", "nextval() is"),
+    ],
+)
+def test_a_statement_that_leaves_its_root_would_be_found(statement: str, said: str) -> None:
+    [found] = faults(statement)
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 1 FROM budget_outbox o, budget_lines l WHERE o.root = %(r)s AND l.root = o.root",
+        """SELECT 1 FROM budget_outbox o WHERE o.root = %(r)s
+           AND EXISTS (SELECT 1 FROM budget_lines l WHERE l.root = o.root)""",
+        """WITH d AS (SELECT root FROM budget_outbox WHERE root = %(r)s FOR UPDATE SKIP LOCKED)
+           UPDATE budget_outbox o SET state = 'x' FROM d WHERE o.root = %(r)s""",
+        "INSERT INTO budget_lanes (root, name) VALUES (%(r)s, 'n') ON CONFLICT DO NOTHING",
+    ],
+)
+def test_one_that_stays_in_its_root_is_let_through(statement: str) -> None:
+    assert faults(statement) == []

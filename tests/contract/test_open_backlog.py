@@ -28,23 +28,21 @@ _RESERVATIONS = sa.text(
     " FROM budget_reservations r, generate_series(1, :many) AS n"
     " WHERE r.root = :root AND r.task_id = :name"
 )
-_ATTEMPTS, _MESSAGES = (
-    sa.text(
-        f"INSERT INTO budget_{table} SELECT (jsonb_populate_record(o, jsonb_build_object("
-        f" 'reservation_id', md5(:name || n)::uuid{more}))).*"
-        f" FROM budget_{table} o, budget_reservations r, generate_series(1, :many) AS n"
-        " WHERE r.root = :root AND r.task_id = :name"
-        " AND o.root = :root AND o.reservation_id = r.reservation_id"
-    )
-    for table, more in (
-        ("attempts", ""),
-        ("outbox", ", 'outbox_id', gen_random_uuid(), 'task_id', :name || n"),
-    )
+_OF_REQUESTS = (
+    "INSERT INTO budget_{0} SELECT (jsonb_populate_record(o, jsonb_build_object("
+    " 'reservation_id', md5(:name || n)::uuid{1}))).*"
+    " FROM budget_{0} o, budget_reservations r, generate_series(1, :many) AS n"
+    " WHERE r.root = :root AND r.task_id = :name"
+    " AND o.root = :root AND o.reservation_id = r.reservation_id"
+)
+_ATTEMPTS = sa.text(_OF_REQUESTS.format("attempts", ""))
+_MESSAGES = sa.text(
+    _OF_REQUESTS.format("outbox", ", 'outbox_id', gen_random_uuid(), 'task_id', :name || n")
 )
 _KEPT = sa.text(
     "INSERT INTO budget_outbox SELECT (jsonb_populate_record(o, jsonb_build_object("
-    " 'outbox_id', md5('kept' || n)::uuid, 'reservation_id', NULL, 'parent_id', md5(:name || n)::uuid,"
-    " 'task_id', 'kept' || n))).*"
+    " 'outbox_id', md5('kept' || n)::uuid, 'reservation_id', NULL,"
+    " 'parent_id', md5(:name || n)::uuid, 'task_id', 'kept' || n))).*"
     " FROM budget_outbox o, generate_series(1, :many) AS n"
     " WHERE o.root = :root AND o.task_id = :name"
 )

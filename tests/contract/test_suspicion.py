@@ -355,3 +355,21 @@ def test_a_backend_that_fails_keeps_what_is_lost(wide: Ledger) -> None:
     wide.results.ready = ready  # type: ignore[method-assign]
     wait(wide, request, HOUR_US)
     assert wide.recover() == Recovered(republished=1)
+
+
+def test_what_runs_is_not_read_in_each_pass_where_that_takes_long(
+    wide: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything given up by it: what was overtaken is found when its turn comes."""
+    overtaken = publish(wide)
+    sweep = wide.suspicion()
+    with monkeypatch.context() as patched:
+        patched.setattr(suspicion, "SLOW_SECONDS", -1.0)
+        patched.setattr(suspicion, "REST", 1_000_000)
+        assert wide.recover(sweep) == Recovered()
+    wide.run(publish(wide, HOUR_US // 2))
+    for rested, done in ((False, Recovered()), (True, Recovered(republished=1))):
+        if rested:
+            sweep._see_at = 0.0
+        wait(wide, overtaken, HOUR_US)
+        assert wide.recover(sweep) == done

@@ -112,7 +112,8 @@ STEPS = (
     Step("admit a canvas", "client", "admission._admit_many", TRANSACTION, ALONE),
     # The relay.
     Step("take from the outbox", "relay", "claims.claim_due", TRANSACTION, ALONE, 5),
-    Step("publish", "relay", _PUBLISH, CALL, ALONE, 8),
+    # Several messages at a time: as seldom as they are marked.
+    Step("publish", "relay", _PUBLISH, CALL, ALONE, 3),
     Step("mark", "relay", "claims.mark_published", TRANSACTION, ALONE, 3),
     # The worker's main process.
     Step("deliver", "worker", _DELIVER, CALL, MAIN, 8),

@@ -19,7 +19,7 @@ from psycopg import sql
 
 from celery_budget.core.identity import task_id_of
 from celery_budget.errors import StoreError
-from celery_budget.store import Store, checkup
+from celery_budget.store import Store, checkup, engine
 from celery_budget.store.schema import attempts, reservations
 from tests.cluster import WAIT, Cluster, eventually
 from tests.services.base import LOOPBACK
@@ -280,20 +280,23 @@ def test_a_server_that_cannot_be_written_is_left(
 
 
 def test_nobody_waits_for_ever_for_a_standby(
-    pair: PostgresReplica, shop_at: Callable[..., Cluster]
+    pair: PostgresReplica, shop_at: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine, "TRIES", 1)
     url = pair.primary.create_database()
     cluster = shop_at(url, budget_answer_seconds=0.5, budget_lock_seconds=1)
     work = cluster.task("draft")
     ask(cluster, "before")
     pair.kill()
-    with pytest.raises(StoreError, match="lock timeout") as caught:
-        work.apply_async((1, "a"), request_id="r")
-    assert caught.value.retryable
+    for why in ("synchronous standby", "lock timeout"):
+        with pytest.raises(StoreError, match=why) as caught:
+            work.apply_async((1, "a"), request_id="r")
+        assert caught.value.retryable
     # Told to nobody, and seen by nobody: the commit still waits.
     assert cluster.budget.balance("tenant:a").reserved == 1
     pair.primary.kill()
     pair.primary.restart()
+    cluster.budget.store.dispose()
     # It is there now, and on no standby: it is not accepted before it is.
     assert cluster.budget.balance("tenant:a").reserved == 2
     for together in (nullcontext, cluster.budget.batch):

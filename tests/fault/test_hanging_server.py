@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from celery_budget.errors import StoreError
-from celery_budget.store import Store
+from celery_budget.store import Store, engine
 from tests.cluster import WAIT
 from tests.services.postgres import PostgresServer
 
@@ -23,7 +23,10 @@ def answer(connection: sa.Connection, together: Barrier | None = None) -> int:
     return int(connection.execute(sa.text("SELECT 42")).scalar_one())
 
 
-def test_it_is_given_up_within_a_bound(own_postgres: PostgresServer) -> None:
+def test_it_is_given_up_within_a_bound(
+    own_postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "TRIES", 2)
     store = Store(own_postgres.create_database() + "?connect_timeout=2", answer_seconds=0.5)
     ways = (store.run, store.run_statement, store.read)
     with ThreadPoolExecutor(len(ways)) as threads:
@@ -37,7 +40,7 @@ def test_it_is_given_up_within_a_bound(own_postgres: PostgresServer) -> None:
                 with pytest.raises(StoreError) as caught:
                     one.result()
                 assert caught.value.retryable
-            # A try that hears nothing asks, and three more do not connect.
+            # A try that hears nothing asks, and the next one does not connect.
             assert time.monotonic() - begun < WAIT / 4
     assert [way(answer) for way in ways] == [42] * 3
     store.dispose()

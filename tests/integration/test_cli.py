@@ -77,7 +77,7 @@ def test_set_creates_and_changes_and_prints_the_balance(shop: Shop, run: Run) ->
     }  # fmt: skip
     declared = {
         "name": "b", "unit": "micro-usd", "limit": 7, "parent": None, "period": "total",
-        "timezone": "UTC", "anchor_day": 1, "soft_stop": 1.0, "hard_stop": 1.0, "stripes": 1,
+        "timezone": "UTC", "anchor_day": 1, "soft_stop": 1.0, "hard_stop": 1.0, "stripes": None,
         "weight": 1, "alert_at": None,
     }  # fmt: skip
     assert done.json == {

@@ -92,7 +92,7 @@ def test_set_takes_every_term_and_keeps_what_is_not_given(shop: Shop, run: Run) 
     assert done.json["declared"] == {
         "name": "org/acme", "unit": "tokens", "limit": "10%", "parent": "org", "period": "month",
         "timezone": "Europe/Berlin", "anchor_day": 31, "soft_stop": 0.5, "hard_stop": 0.95,
-        "stripes": 1, "weight": 0, "alert_at": None,
+        "stripes": None, "weight": 0, "alert_at": None,
     }  # fmt: skip
     assert run(shop.app, "set", "org/acme", "--limit", "7", "--parent", "none").code == 0
     assert declared(shop, "org/acme").parent is None

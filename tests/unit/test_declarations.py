@@ -60,7 +60,7 @@ def test_all_keys_of_a_table_are_read() -> None:
         anchor_day = 15
         soft_stop = 0.8
         hard_stop = 0.95
-        stripes = 1
+        stripes = 8
         weight = 3
         alert_at = "95%, 0.5"
     """
@@ -74,7 +74,7 @@ def test_all_keys_of_a_table_are_read() -> None:
             Period("month", "Europe/Berlin", 15),
             800_000,
             950_000,
-            1,
+            8,
             3,
             (500_000, 950_000),
         ),
@@ -271,7 +271,8 @@ LIMIT = 'give an integer, a share of the parent\'s such as "10%", or "none"'
         ("anchor_day", "true", "anchor_day is True (bool); give an integer"),
         ("soft_stop", "'0.8'", "soft_stop is '0.8' (str); give a ratio such as 0.8"),
         ("hard_stop", "true", "hard_stop is True (bool); give a ratio such as 0.8"),
-        ("stripes", "'1'", "stripes is '1' (str); give an integer"),
+        ("stripes", "'1'", "stripes is '1'; give an integer, or \"auto\""),
+        ("stripes", "true", "stripes is True (bool); give an integer, or \"auto\""),
         ("weight", "0.5", "weight is 0.5 (float); give an integer"),
         # values, which are the budget's own to judge
         ("limit", "-1", "the limit of 'a' is -1; an amount is an integer from 0 to 2^63-1"),
@@ -289,7 +290,8 @@ LIMIT = 'give an integer, a share of the parent\'s such as "10%", or "none"'
         ("soft_stop", "nan", "soft_stop is nan; give a ratio from 0 to 1"),
         ("hard_stop", "0.1234567", "hard_stop is 0.1234567; give a ratio from 0 to 1"),
         ("hard_stop", "-1", "hard_stop is -1; give a ratio from 0 to 1"),
-        ("stripes", "2", "the stripes of 'a' are 2"),
+        ("stripes", "0", "the stripes of 'a' are 0; give an integer from 1 to 128"),
+        ("stripes", "129", "the stripes of 'a' are 129"),
         ("weight", "-1", "the weight of 'a' is -1; give an integer from 0 (goes last)"),
         ("weight", "1_000_001", "the weight of 'a' is 1000001"),
     ],

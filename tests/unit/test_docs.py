@@ -28,10 +28,12 @@ NAME = re.compile(r"\bbudget_[a-z_]+\b")
 #: Stored functions.
 FUNCTIONS = {
     "budget_backlog",
+    "budget_clock",
     "budget_claim",
     "budget_decide",
     "budget_end",
     "budget_limit",
+    "budget_lock",
     "budget_move",
     "budget_pace",
     "budget_record",

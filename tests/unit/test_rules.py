@@ -187,6 +187,12 @@ WRONG: list[tuple[str, str, str, Facts]] = [
         "there has another file",
         replace(sqlite(), workers=(replace(WORKER, host="there", mark="n"),)),
     ),
+    (
+        "distributed",
+        "error",
+        "not distributed: budget_new",
+        store(distributed=True, undistributed=("budget_new",)),
+    ),
     ("durability", "error", "fsync is off", store(settings={"fsync": "off"})),
     ("standbys", "warning", "2 standbys, and no commit waits", store(standbys=(2, 0))),
     (
@@ -295,10 +301,14 @@ def test_every_rule_is_triggered_by_some_test() -> None:
             {
                 "migrations", "read-only", "disk", "sqlite-network", "sqlite-hosts", "durability",
                 "standbys", "server-version", "statement-timeout", "clock", "time-zones", "relay",
+                "distributed",
             },
         ),
         (store(standbys=None), {"standbys"}),
-        (store(schema_error="version 0006"), {"read-only", "time-zones", "relay"}),
+        (
+            store(schema_error="version 0006"),
+            {"read-only", "time-zones", "relay", "distributed"},
+        ),
         (broker(error=None), {"broker"}),
     ],
     ids=["workers", "ledger", "standbys", "tables", "broker"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from celery_budget.core.checkup import Facts
 from celery_budget.core.rules.rule import (
@@ -111,6 +111,21 @@ def _hosts(facts: Facts) -> Iterator[Seen]:
         yield f"the ledger is in SQLite, and {named(apart)} has another file"
     if beside:
         yield "warning", f"the ledger is in SQLite, and its file is used on {named(beside)} as well"
+
+
+@rule(
+    "distributed",
+    "error",
+    "the ledger is distributed by root, with all of its tables",
+    "a table that is on the coordinator alone cannot be joined to those that are distributed",
+    "run 'celery -A PROJ budget init --distributed'",
+)
+@of_tables
+def _distributed(facts: Facts) -> Iterable[Seen] | Skipped:
+    if not facts.store.distributed:
+        return Skipped("does not apply: the ledger is on one server", applies=False)
+    missing = facts.store.undistributed
+    return [f"not distributed: {named(missing)}"] if missing else []
 
 
 @rule(

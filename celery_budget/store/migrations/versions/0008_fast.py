@@ -17,6 +17,7 @@ def upgrade() -> None:
     _wake_once()
     _upgrade_relay()
     _lock_by_functions()
+    _plan_by_keys()
 
 
 def downgrade() -> None:
@@ -157,6 +158,20 @@ def _lock_by_statements() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_try_lock")
         op.execute("DROP FUNCTION budget_lock")
+
+
+#: What is called outside of a transaction that says so, see ``celery_budget.store.engine``.
+BY_KEYS = ("reserve", "claim", "record", "end", "close", "mark_published")
+
+
+def _plan_by_keys() -> None:
+    """A plan made while a table was nearly empty must not read all of it later; goes with them.
+
+    As long as one of these runs, and not for the rest of a caller's transaction.
+    """
+    if op.get_bind().dialect.name == "postgresql":
+        for name in BY_KEYS:
+            op.execute(f"ALTER FUNCTION budget_{name} SET enable_seqscan = off")
 
 
 def _run(name: str) -> None:

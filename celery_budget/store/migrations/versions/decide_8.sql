@@ -4,7 +4,7 @@
 -- A budget that is spread (whole_8.sql) is decided by one stripe, p_pick's, where that has room. Where
 -- it has not, or to refuse, all of them are looked at: the next one that has room by itself is drawn
 -- on, or all together, told as a stripe of NULL in d_stripes. What is locked already is drawn on as it
--- was locked: p_held, by the stripes in p_stripes.
+-- was locked: p_held, by the stripes in p_stripes. Where no budget is spread d_stripes is NULL.
 --
 -- verdict: NULL where it fits; unknown: there is no such budget; window: the window that is open at
 -- p_now has no row yet; mixed: one budget by two rules; otherwise the reason it is refused for.
@@ -41,7 +41,6 @@ BEGIN
     d_windows := '{}';
     d_amounts := '{}';
     d_charges := '{}';
-    d_stripes := '{}';
     spread := false;
     FOR v_line IN 1 .. cardinality(p_budgets) LOOP
         v_name := p_budgets[v_line];
@@ -83,7 +82,10 @@ BEGIN
                                               ELSE v.soft_stop END, 1000000);
             END IF;
             IF v.share IS NOT NULL THEN
-                spread := true;
+                IF NOT spread THEN
+                    spread := true;
+                    d_stripes := array_fill(0::smallint, ARRAY[cardinality(d_budgets)]);
+                END IF;
                 v_stripe := v.stripe;
                 v_whole := p_held IS NOT NULL
                            AND p_stripes[array_position(p_held, v_name)] IS NULL;
@@ -128,7 +130,9 @@ BEGIN
                 d_windows := d_windows || v.window_us;
                 d_amounts := d_amounts || v_amount;
                 d_charges := d_charges || p_charges[v_line];
-                d_stripes := d_stripes || v_stripe;
+                IF spread THEN
+                    d_stripes := d_stripes || v_stripe;
+                END IF;
                 IF v.window_us IS NULL THEN
                     v_unopened := v_name;
                 END IF;
@@ -136,7 +140,9 @@ BEGIN
                 v_mixed := coalesce(v_mixed, v_name);
             ELSIF v_amount > d_amounts[v_at] THEN
                 d_amounts[v_at] := v_amount;
-                d_stripes[v_at] := v_stripe;
+                IF spread THEN
+                    d_stripes[v_at] := v_stripe;
+                END IF;
             END IF;
             IF v.share IS NOT NULL THEN
                 v_stripe := 0;

@@ -2,7 +2,8 @@
 -- PostgreSQL; celery_budget.store.balances does the same for SQLite.
 --
 -- The arrays have one element a move; several may be of one balance. Locks the balances in the
--- order (budget, window, stripe); the caller holds the rows of the reservations. A stripe that grows
+-- order (budget, window, stripe), but for an admission, which has; the caller holds the rows of the
+-- reservations. A stripe that grows
 -- beyond its share takes that from the others, behind the locks of all, before they admit again.
 CREATE FUNCTION budget_move(
     p_root text, p_budgets text[], p_windows bigint[], p_stripes smallint[], p_reserved bigint[],
@@ -14,9 +15,9 @@ DECLARE
     v_found boolean;
     v_total numeric;
 BEGIN
-    IF cardinality(p_budgets) > 1 THEN
-        -- What an admission draws has its room; what gives back needs none.
-        IF p_what <> 'reserve' AND EXISTS (
+    -- An admission holds what it draws on, with room for it. What gives back needs none.
+    IF cardinality(p_budgets) > 1 AND p_what <> 'reserve' THEN
+        IF EXISTS (
             SELECT 1
               FROM unnest(p_budgets, p_windows, p_stripes, p_reserved, p_spent)
                    AS k (budget, window_us, stripe, reserved, spent)

@@ -43,6 +43,7 @@ DECLARE
     v_full record;
     -- The earlier one; none of none. Said by time from now, it is by this clock.
     v_deadline bigint;
+    v_taken smallint[];
     -- Which stripe of a budget it begins with.
     v_pick integer := get_byte(uuid_send(p_reservation), 15);
 BEGIN
@@ -194,11 +195,16 @@ BEGIN
         v_locked := v_look;
         IF v_look.spread OR mod(v_pick, 8) = 0 THEN
             -- One of eight notes whether it had to wait.
-            v_locked.d_stripes := budget_take(
-                p_root, v_look.d_budgets, v_look.d_windows, v_look.d_stripes, v_look.d_amounts,
-                mod(v_pick, 8) = 0);
+            v_taken := budget_take(
+                p_root, v_look.d_budgets, v_look.d_windows,
+                coalesce(v_look.d_stripes,
+                         array_fill(0::smallint, ARRAY[cardinality(v_look.d_budgets)])),
+                v_look.d_amounts, mod(v_pick, 8) = 0);
+            IF v_look.spread THEN
+                v_locked.d_stripes := v_taken;
+            END IF;
             v_look := budget_decide(p_root, p_budgets, p_amounts, p_charges, p_finishing, v_now,
-                                    v_pick, v_locked.d_budgets, v_locked.d_stripes);
+                                    v_pick, v_locked.d_budgets, v_taken);
         ELSE
             IF cardinality(v_locked.d_budgets) = 1 THEN
                 PERFORM 1
@@ -220,7 +226,8 @@ BEGIN
                                     v_pick, NULL, NULL);
         END IF;
         EXIT WHEN v_look.verdict IS NULL AND v_look.d_budgets = v_locked.d_budgets
-              AND v_look.d_windows = v_locked.d_windows AND v_look.d_stripes = v_locked.d_stripes;
+              AND v_look.d_windows = v_locked.d_windows
+              AND v_look.d_stripes IS NOT DISTINCT FROM v_locked.d_stripes;
         DELETE FROM budget_reservations r
          WHERE r.root = p_root AND r.reservation_id = p_reservation;
         IF v_look.verdict IS NULL THEN
@@ -271,7 +278,8 @@ BEGIN
     IF cardinality(v_look.d_budgets) = 1 THEN
         IF v_look.d_amounts[1] > 0 THEN
             v_void := budget_move(
-                p_root, v_look.d_budgets, v_look.d_windows, v_look.d_stripes, v_look.d_amounts,
+                p_root, v_look.d_budgets, v_look.d_windows,
+                coalesce(v_look.d_stripes, ARRAY[0::smallint]), v_look.d_amounts,
                 ARRAY[0::bigint], ARRAY[p_reservation], 'reserve', p_who, NULL);
         END IF;
         INSERT INTO budget_lines (
@@ -279,11 +287,13 @@ BEGIN
             estimate, reserved, used, settled)
         VALUES (
             p_root, p_reservation, 0, v_look.d_budgets[1], v_look.d_windows[1],
-            v_look.d_stripes[1], v_look.d_charges[1], v_look.d_units[1], v_look.d_amounts[1],
+            coalesce(v_look.d_stripes[1], 0), v_look.d_charges[1], v_look.d_units[1],
+            v_look.d_amounts[1],
             v_look.d_amounts[1], 0, 0);
     ELSE
         PERFORM budget_move(
-            p_root, array_agg(d.budget), array_agg(d.window_us), array_agg(d.stripe),
+            p_root, array_agg(d.budget), array_agg(d.window_us),
+            array_agg(coalesce(d.stripe, 0::smallint)),
             array_agg(d.amount), array_agg(0::bigint), array_agg(p_reservation), 'reserve', p_who, NULL)
            FROM unnest(v_look.d_budgets, v_look.d_windows, v_look.d_amounts, v_look.d_stripes)
                 AS d (budget, window_us, amount, stripe)
@@ -292,7 +302,8 @@ BEGIN
         INSERT INTO budget_lines (
             root, reservation_id, line, budget, window_us, stripe, charge, unit,
             estimate, reserved, used, settled)
-        SELECT p_root, p_reservation, d.line - 1, d.budget, d.window_us, d.stripe, d.charge, d.unit,
+        SELECT p_root, p_reservation, d.line - 1, d.budget, d.window_us, coalesce(d.stripe, 0),
+               d.charge, d.unit,
                d.amount, d.amount, 0, 0
           FROM unnest(v_look.d_budgets, v_look.d_windows, v_look.d_amounts, v_look.d_charges,
                       v_look.d_units, v_look.d_stripes)
