@@ -94,6 +94,8 @@ class Closings:
                 logger.event(
                     "store.unreachable", error=error, consequence="recovery closes attempts"
                 )
+            except Exception:
+                logger.exception("step.failed", step="the closing of attempts")
 
     def _mine(self) -> Closings:
         if self._pid != os.getpid():

@@ -229,7 +229,13 @@ class Direct(Connection):
             beyond = self.dialect.loaded_dbapi.DataError(f"a number is out of range: {error}")
             raise _wrapped(self.engine, statement.text, beyond, lost=False) from error
         try:
-            [result] = _results(fairy, psycopg, statement, sent)
+            try:
+                [result] = _results(fairy, psycopg, statement, sent)
+            except sys.modules["psycopg"].errors.InvalidSqlStatementName:
+                # psycopg drops all names of a session after a rollback, these as well. Nothing was
+                # executed: it is sent once more, under a new one.
+                fairy.info.pop(statement, None)
+                [result] = _results(fairy, psycopg, statement, sent)
         except self.dialect.loaded_dbapi.Error as error:
             # By the server's word for a name it does not know, or a plan it cannot keep.
             fairy.info.pop(statement, None)

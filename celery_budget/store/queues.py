@@ -17,7 +17,7 @@ from celery_budget.core.budgets import most
 from celery_budget.core.draws import OPEN, Level, limits_in_force
 from celery_budget.core.parking import GOES_ON, Room, Waiting
 from celery_budget.store.levels import levels_of
-from celery_budget.store.schema import balances, lines, now_us, parked, wide_sum
+from celery_budget.store.schema import balances, lines, now_us, parked
 
 __all__ = ["Queue", "Row", "by_budget", "find", "go_ahead", "heads", "listed", "look", "past"]
 
@@ -202,8 +202,9 @@ def past(connection: Connection, root: str, queue: Queue, limit: int) -> list[uu
                 balances.c.window_us == held.c.window_us,
             ),
         )
+        .where(balances.c.root == root)
         .group_by(held.c.parked_id, held.c.amount)
-        .having(wide_sum(balances.c.reserved + balances.c.spent) <= total - held.c.amount)
+        .having(sa.func.sum(balances.c.reserved + balances.c.spent) <= total - held.c.amount)
         .limit(limit)
     )
     return list(found.scalars())

@@ -8,6 +8,7 @@ for that short one, and not for a caller's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
@@ -307,9 +308,8 @@ def _ending(root: str, horizon_us: int) -> sa.Select[Any]:
             balances.c.end_us > now,
             balances.c.end_us <= now + horizon_us,
             sa.or_(
-                balances.c.reserved > 0,
-                balances.c.spent > 0,
-                sa.and_(balances.c.share.is_not(None), _is_drawn_on(balances)),
+                _is_used(balances),
+                sa.and_(balances.c.share.is_not(None), _any_row(balances, _is_used)),
             ),
             ~sa.exists().where(
                 following.c.root == root,
@@ -358,14 +358,25 @@ def prune(
     return deleted, last
 
 
+def _is_used(row: sa.FromClause) -> sa.ColumnElement[bool]:
+    return sa.or_(row.c.reserved > 0, row.c.spent > 0)
+
+
 def _is_drawn_on(of: sa.Table) -> sa.ColumnElement[bool]:
     """Tell whether anything was ever counted in a window, in whichever of its rows."""
+    return _any_row(of, lambda row: row.c.entries > 0)
+
+
+def _any_row(
+    of: sa.Table, holds: Callable[[sa.FromClause], sa.ColumnElement[bool]]
+) -> sa.ColumnElement[bool]:
+    """Tell whether something holds of any row of a window."""
     row = balances.alias("row")
     return sa.exists().where(
         row.c.root == of.c.root,
         row.c.budget == of.c.budget,
         row.c.window_us == of.c.window_us,
-        row.c.entries > 0,
+        holds(row),
     )
 
 

@@ -584,7 +584,7 @@ def test_what_has_gone_on_is_not_postponed(funded: Ledger) -> None:
     funded.lapse(renewed)
     started = silent(funded)
     [seen] = funded.store.read(lapses.lapsed, funded.root, 9, 0)
-    [message] = funded.store.read(silent_messages.silent, funded.root, 9)
+    [message] = funded.store.read(silent_messages.look, funded.root, 9).unstarted
     settlement.renew(funded.store, funded.settings, [renewed.task_id], BOOT, [])
     funded.run(started)
     before = funded.dump()

@@ -122,12 +122,14 @@ class World:
         self.is_running = any(row.ended_us is None for row in self.rows(schema.attempts))
         for row in self.store.read(reports.mismatched_balances, self.root):
             self.problems.append(f"not the sum of its lines: {row._mapping}")
+        for row in self.store.read(reports.mismatched_shares, self.root):
+            self.problems.append(f"shares above their bound: {row._mapping}")
         fitted = [
             row
             for row in self.rows(schema.journal, schema.journal.c.what.in_(FITTED))
-            if row.reserved > 0 and (row.budget, row.window_us, row.entry) not in self._checked
+            if row.reserved > 0 and _key(row) not in self._checked
         ]
-        self._checked |= {(row.budget, row.window_us, row.entry) for row in fitted}
+        self._checked |= {_key(row) for row in fitted}
         if not fitted:
             return
         budgets = {row.name: row for row in self.rows(schema.budgets)}
@@ -136,10 +138,24 @@ class World:
             granted[grant.budget] += grant.amount
         for row in fitted:
             most = _most(budgets, granted, row.budget)
-            if most is not None and row.reserved_after + row.spent_after > most:
+            if most is not None and self._stood(row) > most:
                 self.problems.append(f"{row.what} of {row.budget} above {most}: {row._mapping}")
             if row.what == "reserve" and budgets[row.budget].state != "open":
                 self.problems.append(f"{row.budget} is {budgets[row.budget].state}: {row._mapping}")
+
+    def _stood(self, row: Any) -> int:
+        """Return what a window was after an entry of its journal: of several rows what it is now.
+
+        This is asked after each commit.
+        """
+        mine = (
+            schema.balances.c.budget == row.budget,
+            schema.balances.c.window_us == row.window_us,
+        )
+        stands = self.rows(schema.balances, *mine)
+        if len(stands) == 1:
+            return int(row.reserved_after + row.spent_after)
+        return sum(one.reserved + one.spent for one in stands)
 
     def at_publish(self, message: WireMessage) -> None:
         """A message is published only after its reservation has committed."""
@@ -210,3 +226,7 @@ def _limit(budgets: dict[str, Any], granted: Counter[str], name: str) -> int | N
         above = _limit(budgets, granted, row.parent)
         own = None if above is None else above * row.limit_share // MILLION
     return None if own is None else int(own) + granted[name]
+
+
+def _key(entry: Any) -> tuple[Any, ...]:
+    return entry.budget, entry.window_us, entry.stripe, entry.entry
