@@ -96,11 +96,10 @@ def holds(servers: Servers, effort: Effort) -> Comparison:
         app, budget = _ours(servers, "memory://")
         if settled:
             fill(budget.store, budget.settings.root, History(settled, above="all", whole=False))
-        else:
-            # As autovacuum does within a minute: no plan is of an empty table.
-            _holding(app)()
-            with budget.store.transaction() as connection:
-                connection.exec_driver_sql("ANALYZE")
+        # As autovacuum does within a minute: no plan is of an empty table.
+        _holding(app)()
+        with budget.store.transaction() as connection:
+            connection.exec_driver_sql("ANALYZE")
         sides.append(
             Side(
                 f"ours, {settled:,} settled before", _holding(app), (Target(name, at_least=FASTER),)

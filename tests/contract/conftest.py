@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 import pytest
+import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import Connection
 
@@ -62,12 +63,23 @@ def store_url(
     store.dispose()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "postgresql-striped":
-            patch.setattr(windows, "rows_for", spread)
+            patch.setattr(windows, "rows_for", spread(url))
         yield url
 
 
-def spread(connection: Connection, stripes: int) -> int:
-    return STRIPES if stripes == 1 else stripes
+def spread(url: str) -> Callable[[Connection, int], int]:
+    """Return what has the budgets of this database alone spread.
+
+    The session's fixtures stay while tests of other folders run.
+    """
+    mine, rows_for = sa.make_url(url).database, windows.rows_for
+
+    def rows(connection: Connection, stripes: int) -> int:
+        if stripes == 1 and connection.engine.url.database == mine:
+            return STRIPES
+        return rows_for(connection, stripes)
+
+    return rows
 
 
 @pytest.fixture(scope="session")

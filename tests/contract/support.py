@@ -141,6 +141,11 @@ class Ledger:
     queues: Queues = field(default_factory=Queues)
 
     @property
+    def reading(self) -> Store:
+        """As of an application without a replica."""
+        return self.store
+
+    @property
     def root(self) -> str:
         return self.settings.root
 
