@@ -137,7 +137,7 @@ def fold(connection: Connection, root: str, limit: int) -> int:
     )
     gone = connection.execute(
         refusals.delete()
-        .where(sa.tuple_(*refusals.primary_key).in_(sa.select(some)))
+        .where(refusals.c.root == root, sa.tuple_(*refusals.primary_key).in_(sa.select(some)))
         .returning(refusals)
     ).all()
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
