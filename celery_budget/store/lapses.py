@@ -160,8 +160,9 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
     gap_us = int(last or 0)
     until: Any = attempts.c.lease_until_us
     if gap_us >= lease_us // 2:
-        most = now_us() + lease_us
-        until = sa.case((until + gap_us < most, until + gap_us), else_=most)
+        # No CASE: a distributed ledger takes no clock in one.
+        least = sa.func.least if connection.dialect.name == "postgresql" else sa.func.min
+        until = least(until + gap_us, now_us() + lease_us)
     # Said of both: PostgreSQL takes what is due for a third of all there ever was, and reads that.
     is_open = attempts.c.lease_until_us.is_not(None)
     over = (

@@ -84,8 +84,14 @@ BROKEN: list[Any] = [
 
 @pytest.mark.parametrize(("table", "values", "said"), BROKEN)
 def test_what_does_not_add_up_is_told(
-    funded: Ledger, table: str, values: dict[str, Any], said: str
+    funded: Ledger,
+    table: str,
+    values: dict[str, Any],
+    said: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if table == "balances" and "striped" in request.node.name:
+        pytest.skip("a row has a part of it: test_stripes")
     _, attempt = funded.start(4)
     attempt.record(4)
     attempt.end(RETURNED)

@@ -30,13 +30,16 @@ DECLARE
 BEGIN
     PERFORM set_config('lock_timeout', p_lock_ms, true);
     unclosed := p_closing;
-    -- At once what was never claimed: it has no attempt, and none that is parked. Looked at by one
-    -- snapshot, it could be wrong only where an attempt was claimed meanwhile, which the row tells.
+    -- At once what was never claimed: it has no attempt. A retry from before the claim may be parked,
+    -- and is written with the row: who sees its retries sees that.
     UPDATE budget_reservations r
        SET state = 'running', attempts = 1, deliveries = r.deliveries + 1
      WHERE r.root = p_root AND r.reservation_id = p_reservation
        AND r.task_id = p_task_id AND r.nesting = p_nesting AND r.retries = p_retries
        AND r.state IN ('reserved', 'published') AND r.attempts = 0
+       AND (r.retries = 0 OR NOT EXISTS (
+            SELECT 1 FROM budget_parked k
+             WHERE k.root = p_root AND k.reservation_id = p_reservation))
        AND (r.deadline_us IS NULL
             OR r.deadline_us > CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint))
     RETURNING r.retries, 0 AS attempts, r.deadline_us, r.charges_start, r.lane INTO v_row;
