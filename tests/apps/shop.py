@@ -156,7 +156,7 @@ def die_once_after(point: str, marker: Path) -> None:
         "claim": (settlement, "claim"),
         "end": (settlement.Attempt, "end"),
         "close": (settlement.Attempt, "close"),
-        "publish": (KombuPublisher, "publish"),
+        "publish": (KombuPublisher, "publish_all"),
     }[point]
     function = getattr(owner, name)
 
