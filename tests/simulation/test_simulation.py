@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from celery_budget.core.reservations import CLAIMABLE
-from celery_budget.store import Store, attempts, migrate, windows
+from celery_budget.store import Store, at_once, attempts, migrate, windows
 from tests.simulation.scheduler import LOCK_SECONDS
 from tests.simulation.simulate import simulate
 
@@ -81,4 +82,10 @@ def test_a_ledger_that_misbehaves_is_found_out(
 ) -> None:
     """The simulator's own test: a message that comes twice starts two attempts at once."""
     monkeypatch.setattr(attempts, "CLAIMABLE", (*CLAIMABLE, "running"))
+
+    def decides_nothing(*given: Any, lock_ms: int) -> Any:
+        return None, [reservation_id for reservation_id, *_ in given[-1]]
+
+    # The stored function knows what may be claimed.
+    monkeypatch.setattr(at_once, "claim", decides_nothing)
     assert any(simulate(seed, store).problems for seed in range(100, 110))
