@@ -116,8 +116,8 @@ def select_levels(root: str, windows: dict[str, int]) -> sa.Select[Any]:
             granted.label("granted"),
             balances.c.window_us,
             balances.c.end_us,
-            _of_all(balances.c.reserved).label("reserved"),
-            _of_all(balances.c.spent).label("spent"),
+            _of_all(root, balances.c.reserved).label("reserved"),
+            _of_all(root, balances.c.spent).label("spent"),
             balances.c.share,
         )
         .outerjoin(balances, current)
@@ -125,13 +125,13 @@ def select_levels(root: str, windows: dict[str, int]) -> sa.Select[Any]:
     )
 
 
-def _of_all(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+def _of_all(root: str, column: sa.Column[Any]) -> sa.ColumnElement[Any]:
     """Return a counter of a window: of all of its rows, where it has several."""
     row = balances.alias("row")
     every = (
         sa.select(sa.func.sum(row.c[column.name]))
         .where(
-            row.c.root == balances.c.root,
+            row.c.root == root,
             row.c.budget == balances.c.budget,
             row.c.window_us == balances.c.window_us,
         )

@@ -309,7 +309,7 @@ def _ending(root: str, horizon_us: int) -> sa.Select[Any]:
             balances.c.end_us <= now + horizon_us,
             sa.or_(
                 _is_used(balances),
-                sa.and_(balances.c.share.is_not(None), _any_row(balances, _is_used)),
+                sa.and_(balances.c.share.is_not(None), _any_row(root, balances, _is_used)),
             ),
             ~sa.exists().where(
                 following.c.root == root,
@@ -338,7 +338,7 @@ def prune(
             balances.c.end_us,
             balances.c.budget,
             balances.c.window_us,
-            (~_is_drawn_on(balances)).label("untouched"),
+            (~_is_drawn_on(root, balances)).label("untouched"),
         )
         .where(
             balances.c.root == root,
@@ -362,18 +362,18 @@ def _is_used(row: sa.FromClause) -> sa.ColumnElement[bool]:
     return sa.or_(row.c.reserved > 0, row.c.spent > 0)
 
 
-def _is_drawn_on(of: sa.Table) -> sa.ColumnElement[bool]:
+def _is_drawn_on(root: str, of: sa.Table) -> sa.ColumnElement[bool]:
     """Tell whether anything was ever counted in a window, in whichever of its rows."""
-    return _any_row(of, lambda row: row.c.entries > 0)
+    return _any_row(root, of, lambda row: row.c.entries > 0)
 
 
 def _any_row(
-    of: sa.Table, holds: Callable[[sa.FromClause], sa.ColumnElement[bool]]
+    root: str, of: sa.Table, holds: Callable[[sa.FromClause], sa.ColumnElement[bool]]
 ) -> sa.ColumnElement[bool]:
     """Tell whether something holds of any row of a window."""
     row = balances.alias("row")
     return sa.exists().where(
-        row.c.root == of.c.root,
+        row.c.root == root,
         row.c.budget == of.c.budget,
         row.c.window_us == of.c.window_us,
         holds(row),
@@ -388,7 +388,7 @@ def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> 
         balances.delete()
         .where(
             of_window(balances),
-            ~_is_drawn_on(balances),
+            ~_is_drawn_on(root, balances),
             balances.c.entries == 0,
             balances.c.reserved == 0,
             balances.c.spent == 0,

@@ -7,7 +7,6 @@ is asked which parts its own session has searched or changed so far; what its fu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,13 +64,13 @@ _TOUCHED = sa.text(
 
 
 def functions() -> list[str]:
-    """The files of the functions that the migrations lead to, in their order."""
-    latest: dict[str, str] = {}
-    for version in sorted(VERSIONS.glob("000[2-9]_*.py")):
-        made = version.read_text("utf-8").partition("\ndef downgrade")[0]
-        for name in re.findall(r'"(\w+)\.sql"', made):
-            latest[name.rpartition("_")[0]] = f"{name}.sql"
-    return sorted(latest.values(), key=lambda name: name.startswith("reserve"))
+    """The files of the functions that the migrations lead to: the last of each."""
+    latest: dict[str, int] = {}
+    for path in VERSIONS.glob("*.sql"):
+        name, _, number = path.stem.rpartition("_")
+        latest[name] = max(latest.get(name, 0), int(number))
+    # What the first release had was named anew, or is gone.
+    return [f"{name}_{number}.sql" for name, number in sorted(latest.items()) if number > 1]
 
 
 def create(connection: sa.Connection) -> None:
@@ -79,6 +78,19 @@ def create(connection: sa.Connection) -> None:
     parted = sa.MetaData()
     for table in schema.metadata.tables.values():
         copy = table.to_metadata(parted)
+        # A copy does not know which of them are another dialect's.
+        others = {
+            str(one.sqltext)
+            for one in table.constraints
+            if isinstance(one, sa.CheckConstraint)
+            and one._ddl_if
+            and one._ddl_if.dialect == "sqlite"
+        }
+        copy.constraints -= {
+            one
+            for one in copy.constraints
+            if isinstance(one, sa.CheckConstraint) and str(one.sqltext) in others
+        }
         copy.dialect_options["postgresql"]["partition_by"] = "HASH (root)"
     parted.create_all(connection)
     for name in parted.tables:
