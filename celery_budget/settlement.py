@@ -170,6 +170,11 @@ def _claim(
     key = (delivery, claim_id, settings.lease_us, retries or None)
     if store.dialect == "postgresql":
         closing = closings.take() if closings is not None else []
+        if closings is not None and any(one[0] == delivery.reservation_id for one in closing):
+            # A duplicate: it is to find what is over closed, not to give it once more.
+            closings.add(*closing)
+            closings.flush()
+            closing = []
         try:
             claimed, unclosed = store.wait_out_statement(
                 patience, at_once.claim, *key, closing, lock_ms=store.lock_ms
