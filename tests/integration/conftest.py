@@ -104,6 +104,8 @@ def cluster(
             "imports": [steps.__name__, trying.__name__],
         },
     )
+    # Whatever the test that is the first to use it does to tasks that are shared.
+    cluster.app.finalize()
     try:
         cluster.worker(concurrency=3)
         cluster.beat()
