@@ -47,10 +47,43 @@ from celery_budget.store.prepared import (
     Statement,
 )
 
-__all__ = ["Closing", "claim", "close", "end", "record"]
+__all__ = ["BEGUN", "Closing", "begun", "claim", "close", "end", "record"]
 
 #: An attempt that is to be closed: its reservation, its number, its fence.
 Closing = tuple[uuid.UUID, int, uuid.UUID]
+
+#: Of an attempt that begins, and who says so.
+BEGUN = {
+    "worker": TEXT,
+    "boot": UUID_,
+    "pid": INTEGER,
+    "late_ack": BOOLEAN,
+    "rerun": BOOLEAN,
+    "inquires": BOOLEAN,
+    "claim": UUID_,
+    "lease": BIGINT,
+    "who": TEXT,
+    "lock_ms": TEXT,
+}
+
+
+def begun(
+    delivery: Delivery, claim_id: uuid.UUID, lease_us: int, lock_ms: int
+) -> dict[str, object]:
+    """Return the values of :data:`BEGUN` for an attempt that a delivery stands for."""
+    return {
+        "worker": delivery.worker,
+        "boot": delivery.boot_id,
+        "pid": delivery.pid,
+        "late_ack": delivery.late_ack,
+        "rerun": delivery.reruns,
+        "inquires": delivery.inquires,
+        "claim": claim_id,
+        "lease": lease_us,
+        "who": who(),
+        "lock_ms": str(lock_ms),
+    }
+
 
 _CLAIM = Statement(
     "SELECT c.* FROM budget_claim(:root, :reservation, :task_id, CAST(:nesting AS integer),"
@@ -64,22 +97,13 @@ _CLAIM = Statement(
         "task_id": TEXT,
         "nesting": INTEGER,
         "retries": INTEGER,
-        "worker": TEXT,
-        "boot": UUID_,
-        "pid": INTEGER,
-        "late_ack": BOOLEAN,
-        "rerun": BOOLEAN,
-        "inquires": BOOLEAN,
-        "claim": UUID_,
-        "lease": BIGINT,
         "limited": BOOLEAN,
         "most": INTEGER,
         "within": BIGINT,
         "ids": UUIDS,
         "numbers": INTEGERS,
         "fences": UUIDS,
-        "who": TEXT,
-        "lock_ms": TEXT,
+        **BEGUN,
     },
     {
         "outcome": TEXT,
@@ -116,20 +140,11 @@ def claim(
         "task_id": delivery.task_id,
         "nesting": delivery.nesting,
         "retries": delivery.retries,
-        "worker": delivery.worker,
-        "boot": delivery.boot_id,
-        "pid": delivery.pid,
-        "late_ack": delivery.late_ack,
-        "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
-        "inquires": delivery.inquires,
-        "claim": claim_id,
-        "lease": lease_us,
         "limited": retries is not None,
         "most": None if retries is None else retries.max_attempts,
         "within": None if within is None else int(within * 1_000_000),
-        "who": who(),
-        "lock_ms": str(lock_ms),
         **_of(closing),
+        **begun(delivery, claim_id, lease_us, lock_ms),
     }
     row = _CLAIM.one(connection, parameters)
     return _answer(row, claim_id), row.unclosed

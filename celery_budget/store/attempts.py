@@ -113,6 +113,11 @@ class Delivery:
     rerun: bool | None = None
     inquires: bool = False
 
+    @property
+    def reruns(self) -> bool:
+        """Whether another attempt follows where this one is lost, said or by default."""
+        return self.late_ack if self.rerun is None else self.rerun
+
 
 def attempt_key(root: str, reservation_id: uuid.UUID, attempt: int) -> sa.ColumnElement[bool]:
     """Return the condition for one attempt's row."""
@@ -244,7 +249,7 @@ def _write_claim(
         "boot_id": delivery.boot_id,
         "pid": delivery.pid,
         "late_ack": delivery.late_ack,
-        "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
+        "rerun": delivery.reruns,
         "inquires": delivery.inquires,
         "started_us": now_us(),
         "lease_until_us": now_us() + lease_us,

@@ -38,12 +38,12 @@ from celery_budget.core.reservations import (
 from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import StoreError
 from celery_budget.store import attempts, deadlines
+from celery_budget.store.at_once import BEGUN, begun
 from celery_budget.store.attempts import Delivery
 from celery_budget.store.batch import reserve_many
 from celery_budget.store.continuations import hold_next
 from celery_budget.store.engine import state_of
-from celery_budget.store.journal import who
-from celery_budget.store.prepared import BIGINT, BOOLEAN, INTEGER, TEXT, UUID_, Statement
+from celery_budget.store.prepared import BIGINT, BOOLEAN, Statement
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.requests import ANSWERED, ASKED, answer, asked_of
 from celery_budget.store.schema import attempts as attempts_table
@@ -115,16 +115,7 @@ _START = Statement(
     given={
         **ASKED,
         "note": BOOLEAN,
-        "worker": TEXT,
-        "boot": UUID_,
-        "pid": INTEGER,
-        "late_ack": BOOLEAN,
-        "rerun": BOOLEAN,
-        "inquires": BOOLEAN,
-        "claim": UUID_,
-        "lease": BIGINT,
-        "who": TEXT,
-        "lock_ms": TEXT,
+        **BEGUN,
     },
     found={
         **ANSWERED,
@@ -153,16 +144,7 @@ def start_at_once(
     how = {
         **asked_of(request),
         "note": note,
-        "worker": delivery.worker,
-        "boot": delivery.boot_id,
-        "pid": delivery.pid,
-        "late_ack": delivery.late_ack,
-        "rerun": delivery.late_ack if delivery.rerun is None else delivery.rerun,
-        "inquires": delivery.inquires,
-        "claim": claim_id,
-        "lease": lease_us,
-        "who": who(),
-        "lock_ms": str(lock_ms),
+        **begun(delivery, claim_id, lease_us, lock_ms),
     }
     try:
         row = _START.one(connection, how)

@@ -42,7 +42,6 @@ logger = Logger(__name__)
 UNSHARED = -1
 #: What a row of a window has at first that is spread over several.
 _EMPTY = {
-    "end_us": None,
     "reserved": 0,
     "spent": 0,
     "entries": 0,
@@ -154,14 +153,14 @@ def _add_rows(
     connection.execute(
         postgresql.insert(balances)
         .from_select(
-            ["root", "budget", "window_us", "stripe", *_EMPTY],
+            ["root", "budget", "window_us", "stripe", "end_us", *_EMPTY],
             sa.select(
                 balances.c.root,
                 balances.c.budget,
                 balances.c.window_us,
                 sa.func.generate_series(1, rows - 1),
                 balances.c.end_us,
-                *(sa.literal(value) for value in list(_EMPTY.values())[1:]),
+                *map(sa.literal, _EMPTY.values()),
             ).where(
                 balances.c.root == root,
                 balances.c.budget == name,
@@ -207,13 +206,7 @@ def spread(connection: Connection, root: str, name: str, stripes: int) -> None:
             ),
         )
     )
-    other = balances.alias("other")
-    several = sa.exists().where(
-        other.c.root == root,
-        other.c.budget == name,
-        other.c.window_us == balances.c.window_us,
-        other.c.stripe > 0,
-    )
+    several = _any_row(root, balances, lambda row: row.c.stripe > 0)
     for shared, condition in (((0, UNSHARED), several), ((None, None), ~several)):
         connection.execute(
             balances.update()
