@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
@@ -42,6 +42,9 @@ from celery_budget.integration.spooling import (
 )
 from celery_budget.integration.task import BudgetedTask, signature_of, upgrade_marked
 from celery_budget.integration.unclaimed import safe
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 __all__ = ["BudgetRequest", "LeaseStep"]
 
@@ -81,7 +84,7 @@ class LeaseStep(bootsteps.StartStopStep):
         # The worker's own, since a process may have one after another; of one that is terminated
         # no signal tells.
         stopped = parent.blueprint.shutdown_complete
-        wait, open_here = partial(_wait, stopped), partial(_active_task_ids, stopped)
+        wait, open_here = partial(_wait, stopped), partial(_active_task_ids, parent.app, stopped)
         threading.Thread(
             target=renew_until,
             args=(budget, wait, open_here, partial(_living, parent)),
@@ -133,8 +136,10 @@ def _wait(stopped: threading.Event, seconds: float) -> None:
         stopped.wait(seconds)
 
 
-def _active_task_ids(stopped: threading.Event) -> list[str] | None:
+def _active_task_ids(app: Celery, stopped: threading.Event) -> list[str] | None:
     """Return the ids of what this worker runs under a budget; none once it and they are gone.
+
+    What Celery counts as active is the process's, of which another worker may have been one.
 
     Threads run their tasks to the end, also where Celery has stopped everything else. The set may
     change while it is copied: another thread accepts and finishes tasks.
@@ -145,7 +150,11 @@ def _active_task_ids(stopped: threading.Event) -> list[str] | None:
             break
         except RuntimeError:
             continue
-    task_ids = [str(request.id) for request in active if _is_gated(request.task, request)]
+    task_ids = [
+        str(request.id)
+        for request in active
+        if request.app is app and _is_gated(request.task, request)
+    ]
     return None if stopped.is_set() and not task_ids else task_ids
 
 

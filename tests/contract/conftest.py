@@ -127,7 +127,10 @@ def racing(funded: Ledger) -> Iterator[Ledger]:
     whole = funded.store
     funded.store = racer = OneTry(racing_url(funded.settings.database_url))
     before = racer.deadlocks()
-    yield funded
-    assert racer.deadlocks() == before
-    racer.dispose()
-    funded.store = whole
+    try:
+        yield funded
+        assert racer.deadlocks() == before
+    finally:
+        # The next test waits until these sessions have ended.
+        racer.dispose()
+        funded.store = whole

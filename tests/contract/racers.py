@@ -32,12 +32,16 @@ def racing_url(url: str) -> str:
     return made.render_as_string(hide_password=False)
 
 
-def wait_for_waiting(store: Store, count: int = 1) -> None:
-    """Return when that many sessions of the database wait for a lock."""
+def wait_for_waiting(store: Store, count: int = 1, behind: int | None = None) -> None:
+    """Return when that many sessions of the database wait for a lock.
+
+    :param behind: the session that has what they wait for; any unless given.
+    """
     waiting = sa.text(
         "SELECT count(*) FROM pg_stat_activity"
         " WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    )
+        " AND (CAST(:behind AS integer) IS NULL OR :behind = ANY (pg_blocking_pids(pid)))"
+    ).bindparams(behind=behind)
     until = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < until:
         with store.statement() as connection:

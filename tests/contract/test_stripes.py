@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
+from uuid import UUID
 
 import pytest
 import sqlalchemy as sa
@@ -47,10 +48,13 @@ def impatient(striped: Ledger) -> Iterator[Ledger]:
 
 def at(stripe: int, ledger: Ledger, amount: int, **changes: Any) -> Any:
     """A request that begins with this stripe of four."""
-    some_id = bytearray(new_id().bytes)
-    some_id[-1] = some_id[-1] & 0b11111100 | stripe
-    made = type(new_id())(bytes=bytes(some_id))
+    made = _id_of(lambda last: last % STRIPES == stripe)
     return ledger.request(amount, reservation_id=made, **changes)
+
+
+def _id_of(is_wanted: Callable[[int], bool]) -> UUID:
+    """Return an id with such a last byte: those of one moment may differ in that alone."""
+    return next(one for one in iter(new_id, None) if is_wanted(one.bytes[-1]))
 
 
 def admit_all(ledger: Ledger, amount: int = 10) -> int:
@@ -161,6 +165,24 @@ def test_use_beyond_a_share_waits_for_admissions_and_they_for_it(striped: Ledger
     using.result()
     assert striped.balance() == (100, 0)
     assert isinstance(striped.admit(striped.request(1)), Refused)
+
+
+@on_postgresql
+def test_use_that_waited_for_a_row_gives_it_back_to_whoever_waits_for_all(striped: Ledger) -> None:
+    """It seemed to fit, and then did not: all rows come before that one."""
+    using, other = at(2, striped, 10), at(2, striped, 15)
+    striped.admit(using)
+    attempt = striped.run(using)
+    assert stripe_of(striped, using) == 2
+    with striped.store.transaction() as connection:
+        admitting(striped, other)(connection)
+        recorded = Beside(lambda: attempt.record(30))
+        wait_for_waiting(striped.store, 1)
+        gathering = Beside(lambda: striped.admit(striped.request(80)))
+        wait_for_waiting(striped.store, 2)
+    recorded.result()
+    assert isinstance(gathering.result(), Refused)
+    assert striped.balance() == (45, 0)
 
 
 @on_postgresql
@@ -342,16 +364,23 @@ def test_a_budget_that_many_wait_for_is_spread(
     racing: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     racing.set("pinned", 100, stripes=1)
+    # The first request of a root makes its count of the outbox, which the next one waits for.
+    racing.reserve(1, budget="pinned")
     passes = upkeep.Upkeep(racing.store, racing.settings)
     passes.run_once()
     # One of eight notes that it waits: these.
-    waiting = [_noted(racing, budget) for budget in ("b", "pinned")]
+    waiting = [
+        racing.request(1, budget=budget, reservation_id=_id_of(lambda last: last % 8 == 0))
+        for budget in ("b", "pinned")
+    ]
     with racing.store.transaction() as connection:
         for budget in ("b", "pinned"):
             balances.lock_balances(connection, racing.root, [Key(budget, 0)])
+        mine = connection.execute(sa.text("SELECT pg_backend_pid()")).scalar_one()
         asked = [Beside(lambda one=one: racing.admit(one)) for one in waiting]
-        wait_for_waiting(racing.store, 2)
+        wait_for_waiting(racing.store, 2, behind=mine)
     assert all(isinstance(one.result(), Reserved) for one in asked)
+    assert [row.waits for row in racing.rows("balances", budget="b")] == [8]
     monkeypatch.setattr(upkeep, "WAITS_A_SECOND", 0.001)
     assert passes.run_once().spread == ("b",)
     assert [len(racing.rows("balances", budget=name)) for name in ("b", "pinned")] == [4, 1]
@@ -360,12 +389,6 @@ def test_a_budget_that_many_wait_for_is_spread(
     assert passes.run_once().spread == ()
     off = upkeep.Upkeep(racing.store, replace(racing.settings, auto_stripes=1))
     assert off.run_once().spread == ()
-
-
-def _noted(ledger: Ledger, budget: str) -> Any:
-    some_id = bytearray(new_id().bytes)
-    some_id[-1] = 8
-    return ledger.request(1, budget=budget, reservation_id=type(new_id())(bytes=bytes(some_id)))
 
 
 def live_until_killed(settings: Settings) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from celery import Celery
 from celery._state import get_current_worker_task
 from celery.contrib.testing.worker import start_worker
+from celery.worker import state
 from celery.worker.request import Request
 
 from celery_budget import BudgetedTask
@@ -22,25 +25,47 @@ from tests.integration.publication.conftest import logging_kept
 from tests.integration.support import Shop, current
 
 
-def _threads() -> set[str]:
-    return {one.name for one in threading.enumerate() if one.name.startswith("budget-")}
+def _begun(before: set[threading.Thread]) -> set[str]:
+    """Return the product's threads that there are now, and were not before."""
+    begun = set(threading.enumerate()) - before
+    return {one.name for one in begun if one.name.startswith("budget-")}
 
 
 def test_a_worker_that_has_ended_leaves_no_thread_and_the_next_one_works(shop: Shop) -> None:
     """Celery's testing worker is terminated, of which no signal tells."""
     shop.app.conf.update(worker_hijack_root_logger=False, budget_sweep_seconds=0.05)
+    before = set(threading.enumerate())
     with current(shop.app), logging_kept():
         task = with_base(shop.app)
         for spent in (2, 4):
             result = task.delay(2, "a")
             shop.relay()
             with start_worker(shop.app, perform_ping_check=False, shutdown_timeout=60):
-                assert {"budget-leases", "budget-spool", "budget-received"} <= _threads()
+                assert {"budget-leases", "budget-spool", "budget-received"} <= _begun(before)
                 assert not stopping.is_set()
                 assert result.get(timeout=60) == 2
             assert stopping.is_set(), "what is left of it waits for no ledger"
             assert shop.amounts("tenant:a") == (0, spent, 10 - spent)
-        eventually(lambda: not _threads())
+        eventually(lambda: _begun(before), lambda left: not left)
+
+
+def test_what_another_worker_of_this_process_has_left_open_is_none_of_its_own(shop: Shop) -> None:
+    """Celery counts what is active by process; a task that never ended would stay for ever."""
+    stopped = threading.Event()
+    stopped.set()
+    with current(shop.app):
+        task = with_base(shop.app)
+
+    def open_here(app: Celery) -> list[str] | None:
+        left = Mock(app=app, task=task, args=(1, "a"), kwargs={}, id="left")
+        state.active_requests.add(left)
+        try:
+            return worker._active_task_ids(shop.app, stopped)
+        finally:
+            state.active_requests.discard(left)
+
+    assert open_here(shop.app) == ["left"]
+    assert open_here(Celery(set_as_current=False)) is None
 
 
 def test_a_copy_does_not_say_that_its_task_has_started(shop: Shop) -> None:

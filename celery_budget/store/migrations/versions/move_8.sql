@@ -15,8 +15,8 @@ DECLARE
     v_found boolean;
     v_total numeric;
 BEGIN
-    -- An admission holds what it draws on, with room for it. What gives back needs none.
-    IF cardinality(p_budgets) > 1 AND p_what <> 'reserve' THEN
+    -- An admission holds what it draws on, with room for it.
+    IF p_what <> 'reserve' THEN
         IF EXISTS (
             SELECT 1
               FROM unnest(p_budgets, p_windows, p_stripes, p_reserved, p_spent)
@@ -25,11 +25,26 @@ BEGIN
                 ON b.budget = k.budget AND b.window_us = k.window_us AND b.stripe = k.stripe
              WHERE b.root = p_root AND k.reserved > -k.spent AND b.share IS NOT NULL
         ) THEN
-            PERFORM budget_hold(p_root, p_budgets, p_windows, p_stripes,
-                                (SELECT array_agg(k.reserved::numeric + k.spent ORDER BY k.n)
-                                   FROM unnest(p_reserved, p_spent)
-                                        WITH ORDINALITY AS k (reserved, spent, n)), true);
-        ELSE
+            BEGIN
+                IF NOT budget_hold(p_root, p_budgets, p_windows, p_stripes,
+                                   (SELECT array_agg(k.reserved::numeric + k.spent ORDER BY k.n)
+                                      FROM unnest(p_reserved, p_spent)
+                                           WITH ORDINALITY AS k (reserved, spent, n)), true)
+                THEN
+                    RAISE EXCEPTION USING ERRCODE = 'CB003';
+                END IF;
+            EXCEPTION WHEN SQLSTATE 'CB003' THEN
+                -- What was locked has been given back: all of them come before a single one.
+                FOR v IN
+                    SELECT k.budget, k.window_us
+                      FROM unnest(p_budgets, p_windows) AS k (budget, window_us)
+                     GROUP BY k.budget, k.window_us
+                     ORDER BY k.budget COLLATE "C", k.window_us
+                LOOP
+                    PERFORM budget_whole(p_root, v.budget, v.window_us);
+                END LOOP;
+            END;
+        ELSIF cardinality(p_budgets) > 1 THEN
             PERFORM 1
                FROM budget_balances b
                JOIN (SELECT DISTINCT * FROM unnest(p_budgets, p_windows, p_stripes)) AS k
@@ -52,7 +67,9 @@ BEGIN
                        ELSE c_most END
         RETURNING b.reserved, b.spent, b.entries INTO v;
         IF NOT FOUND THEN
-            -- Of one row it would be too much; of several it is beyond its share.
+            -- Of one row it would be too much; of several it is beyond its share, and all are held.
+            -- An update that finds so after a wait keeps its lock: it would be the wrong one to
+            -- begin with.
             PERFORM budget_whole(p_root, p_budgets[i], p_windows[i]);
             UPDATE budget_balances b
                SET reserved = b.reserved + p_reserved[i], spent = b.spent + p_spent[i],
