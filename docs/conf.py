@@ -20,6 +20,7 @@ release = version = version_of("celery-budget")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "generated"]
 exclude_patterns = ["_ext"]
 
+myst_enable_extensions = ["deflist", "tasklist"]
 myst_heading_anchors = 4
 highlight_language = "text"
 autodoc_member_order = "groupwise"
