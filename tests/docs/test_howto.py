@@ -1,4 +1,4 @@
-"""What the how-to pages have as files is a project that does what the pages say of it."""
+"""What the pages have as code for a project does what they say of it."""
 
 from __future__ import annotations
 
@@ -294,6 +294,25 @@ def test_a_backup_of_sqlite_is_a_whole_ledger(tmp_path: Path) -> None:
     blocks = blocks_of(HOWTO / "backup-and-restore.md")
     [block] = [one.text for one in blocks if "sqlite3" in one.text]
     assert run(tmp_path, BACKUP.format(block=block)) == [104, True]
+
+
+SIGNALS = """
+import json
+from celery import Celery
+
+app = Celery("shop", broker="memory://")
+{block}
+result = app.send_task("shop.draft")
+with app.connection_for_read() as connection:
+    message = connection.SimpleQueue("celery").get(timeout=10)
+print(json.dumps(message.headers["id"] == result.id))
+"""
+
+
+def test_celery_publishes_whatever_a_receiver_of_its_signal_raises(tmp_path: Path) -> None:
+    blocks = blocks_of(ROOT / "docs" / "explanation" / "why-not-signals.md")
+    [block] = [one.text for one in blocks if one.language == "python"]
+    assert run(tmp_path, SIGNALS.format(block=block)) is True
 
 
 @pytest.mark.parametrize("page", sorted(HOWTO.glob("*.md")), ids=lambda page: page.stem)
