@@ -296,6 +296,50 @@ def test_a_backup_of_sqlite_is_a_whole_ledger(tmp_path: Path) -> None:
     assert run(tmp_path, BACKUP.format(block=block)) == [104, True]
 
 
+STREAMING = """
+import json
+from types import SimpleNamespace
+from celery import Celery
+from celery_budget import CeleryBudget, budgeted, usage
+
+app = Celery("shop")
+app.conf.update(budget_database_url={url!r}, task_always_eager=True)
+budget = CeleryBudget(app)
+asked = []
+
+
+class Chunk(SimpleNamespace):
+    def model_dump(self, **how):
+        return self.told
+
+
+def chunks(**options):
+    asked.append(options["max_tokens"])
+    for told in json.load(open({chunks!r})):
+        deltas = [SimpleNamespace(delta=SimpleNamespace(content=one["delta"].get("content")))
+                  for one in told["choices"]]
+        yield Chunk(told=told, choices=deltas)
+
+
+completions = SimpleNamespace(create=chunks)
+client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+{block}
+budget.init()
+budget.set("tenant:acme", limit=5_000, unit="tokens")
+text = draft.delay("Write a haiku.", "acme").get()
+print(json.dumps([text, asked, budget.balance("tenant:acme").spent]))
+"""
+
+
+def test_a_stream_is_counted_by_what_it_tells(tmp_path: Path) -> None:
+    [block] = [one.text for one in blocks_of(HOWTO / "streaming.md") if "def draft" in one.text]
+    chunks = ROOT / "tests" / "replies" / "openai_chat_stream.json"
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    text, asked, spent = run(tmp_path, STREAMING.format(url=url, chunks=str(chunks), block=block))
+    assert text.startswith("Hello")
+    assert (asked, spent) == ([2_000], 29)
+
+
 SIGNALS = """
 import json
 from celery import Celery
