@@ -43,7 +43,7 @@ from shop.tasks import draft
 
 app.conf.task_always_eager = True
 budget.init()
-budget.set("tenant:*", limit=None, unit="tokens", period="month")
+budget.set("tenant:*", limit=None, unit="tokens")
 text = draft.delay("Write a haiku.", "acme").get()
 spent = budget.balance("tenant:acme").spent
 budget.set("tenant:acme", limit=800)
