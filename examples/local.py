@@ -26,7 +26,7 @@ T = TypeVar("T")
 #: Where the processes of an example find the folder.
 FOLDER = "EXAMPLE_FOLDER"
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 STOP_SECONDS = 20.0
 
 

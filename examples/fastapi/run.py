@@ -22,7 +22,7 @@ def server() -> Iterator[str]:
             *("uvicorn", "examples.fastapi.front:api", "--fd", str(descriptor)),
             pass_fds=[descriptor],
         ):
-            yield "http://127.0.0.1:{}".format(listening.getsockname()[1])
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 def ask(client: httpx.Client, prompt: str, pages: int, key: str | None = None) -> httpx.Response:
@@ -89,13 +89,14 @@ def main() -> int:
 
 @contextmanager
 def clients(url: str) -> Iterator[tuple[httpx.Client, httpx.Client]]:
-    """Give a client of each tenant's."""
-    key = "X-API-Key"
-    with (
-        httpx.Client(base_url=url, headers={key: "key-of-acme"}, timeout=60, trust_env=False) as acme,
-        httpx.Client(base_url=url, headers={key: "key-of-zeta"}, timeout=60, trust_env=False) as zeta,
-    ):
+    """Give a client of each tenant."""
+    with client(url, "key-of-acme") as acme, client(url, "key-of-zeta") as zeta:
         yield acme, zeta
+
+
+def client(url: str, key: str) -> httpx.Client:
+    """Return the client of one tenant."""
+    return httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60, trust_env=False)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import django.db.models.deletion
 from django.db import migrations, models
 
@@ -10,8 +12,8 @@ class Migration(migrations.Migration):
     """Make them."""
 
     initial = True
-    dependencies: list[tuple[str, str]] = []
-    operations = [
+    dependencies: ClassVar[list[Any]] = []
+    operations: ClassVar[list[Any]] = [
         migrations.CreateModel(
             name="Order",
             fields=[
