@@ -51,7 +51,7 @@ bench: $(FULL) ## run the benchmarks, under ten minutes; fails where a target is
 bench-long: $(FULL) ## run those with long histories and backlogs (ARGS="..." are passed on)
 	$(BIN)/python -m benchmarks --long $(ARGS)
 
-docs: $(BIN)/python ## check that links inside the pages at the root and in docs/ resolve
+docs: $(BIN)/python ## check that links inside the pages at the root, in docs/ and in examples/ resolve
 	$(BIN)/python docs/check_links.py
 
 clean: ## remove .venv, caches and builds

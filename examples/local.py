@@ -63,10 +63,39 @@ def keep_in(app: Celery, folder: Path | None = None) -> None:
         app.conf.update(settings(folder))
 
 
+class Stopped(Exception):
+    """A signal has asked to stop."""
+
+
+class Signals:
+    """Notes signals; they take effect where :meth:`check` is called, never halfway a step."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def watch(self) -> None:
+        """Note Ctrl-C and SIGTERM from here on."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+
+    def check(self) -> None:
+        """Stop here if a signal asked for it.
+
+        :raises Stopped: then.
+        """
+        if self.number is not None:
+            raise Stopped
+
+
+signals = Signals()
+
+
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Give an example a folder of its own, which is removed at the end, on SIGTERM as well."""
-    signal.signal(signal.SIGTERM, _stop)
+    """Give an example a folder of its own, which is removed at the end."""
     for variable in [name for name in os.environ if name.startswith("CELERY_")]:
         # These would override the example's own settings.
         del os.environ[variable]
@@ -76,10 +105,6 @@ def folder() -> Iterator[Path]:
             yield Path(name)
         finally:
             del os.environ[FOLDER]
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 class Process:
@@ -119,9 +144,11 @@ class Process:
         """Return what ``probe`` returns once that is true.
 
         :raises Failed: where the process ends before, or it takes too long.
+        :raises Stopped: after a signal.
         """
         end = time.monotonic() + DEADLINE_SECONDS
         while not (found := probe()):
+            signals.check()
             self.check()
             if time.monotonic() > end:
                 said = self._log.read_text(errors="replace")[-2000:]
@@ -177,12 +204,15 @@ def verdict(budget: Any) -> int:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run an example and exit by its status: 1 where it fails, 130 after Ctrl-C."""
+    """Run an example and exit by its status: 1 where it fails, 128 + N after signal N."""
+    signals.watch()
+    status = 0
     try:
         status = main()
+    except Stopped:
+        pass
     except Failed as failure:
-        print(f"the example failed: {failure}", file=sys.stderr)
         status = 1
-    except KeyboardInterrupt:
-        status = 130
-    raise SystemExit(status)
+        if signals.number is None:
+            print(f"the example failed: {failure}", file=sys.stderr)
+    raise SystemExit(status if signals.number is None else 128 + signals.number)

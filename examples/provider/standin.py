@@ -179,7 +179,10 @@ class Responses:
         ended = {"response": Responses.whole(answer), "sequence_number": len(answer.words) + 1}
         yield "response.completed", ended
 
-    error = staticmethod(ChatCompletions.error)
+    @staticmethod
+    def error(kind: str, message: str) -> Json:
+        """Return the body of an error."""
+        return ChatCompletions.error(kind, message)
 
 
 class Messages:

@@ -57,7 +57,7 @@ def main() -> int:
         run("budget set tenant:acme --limit 1000 --unit tokens")
         task_id = run(CALL)
         print(celery(CALL).stderr.strip().splitlines()[-1].partition("; see")[0])
-        print("$ celery -A shop worker &\n$ celery -A shop beat -S budget &")
+        print("$ celery -A shop worker -c 1 &\n$ celery -A shop beat -S budget &")
         shop.keep_in(folder)
         with (
             local.process("worker", "celery", "-A", "shop", "worker", "-c", "1", cwd=HERE),

@@ -97,7 +97,10 @@ def test_it_can_be_prepared_by_hand(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-e", "-c", prepare.replace("/tmp/example", str(tmp_path / "example"))],  # noqa: S108
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
