@@ -1,4 +1,4 @@
-"""Check that relative links in the pages at the root, in docs and in examples lead to a file and heading.
+"""Check that relative links in pages lead to a file and heading: at the root, in docs, in examples.
 
 Exits 1 and names file, line and target of each link that does not; external links are not followed.
 """
