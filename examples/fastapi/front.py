@@ -9,7 +9,15 @@ from celery import Celery
 from celery.exceptions import Ignore
 from fastapi import Depends, FastAPI, Header, HTTPException, Response
 
-from celery_budget import CeleryBudget, ResultNotReady, UnknownRequest, budgeted, usage
+from celery_budget import (
+    CeleryBudget,
+    RequestRuns,
+    ResultGone,
+    ResultNotReady,
+    UnknownRequest,
+    budgeted,
+    usage,
+)
 from celery_budget.http import ASGIRefusals
 from examples import local
 
@@ -78,12 +86,16 @@ def status(task_id: str, tenant: Tenant) -> dict[str, Any]:
 
 @api.get("/drafts/{task_id}/text")
 def text(task_id: str, tenant: Tenant) -> str:
-    """Return the text of a draft, or 409 while it is not written."""
-    find(task_id, tenant)
+    """Return the text of a draft; 409 while there is none, or if there will be none."""
+    job = find(task_id, tenant)
+    if job.has_ended and job.state != "succeeded":
+        raise HTTPException(409, job.state)
     try:
         written: str = budget.result(task_id, owner=f"tenant:{tenant}")
     except ResultNotReady as error:
         raise HTTPException(409, error.state, {"Retry-After": "1"}) from error
+    except ResultGone as error:
+        raise HTTPException(410, "not kept any more") from error
     return written
 
 
@@ -91,7 +103,10 @@ def text(task_id: str, tenant: Tenant) -> str:
 def cancel(task_id: str, tenant: Tenant) -> dict[str, str]:
     """Cancel a draft: what has not started ends at once, what runs is told."""
     find(task_id, tenant)
-    return {"cancel": budget.cancel(task_id)}
+    try:
+        return {"cancel": budget.cancel(task_id)}
+    except RequestRuns as error:
+        raise HTTPException(409, "has ended") from error
 
 
 @api.get("/budget")

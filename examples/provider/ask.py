@@ -18,7 +18,7 @@ from celery import Celery
 from celery_budget import BudgetLine, CeleryBudget, budgeted, cost, usage
 from examples import local
 
-GPT, CLAUDE = "gpt-4o-mini", "claude-sonnet-4-5"
+GPT, CLAUDE = "gpt-4o-mini", "claude-haiku-4-5"
 LONGEST_TOKENS = 300
 #: What may pass: a provider that is busy or down.
 PASSING = (
@@ -32,7 +32,7 @@ app = Celery("ask")
 # So that this example's figures stay: without it the genai-prices package's own count.
 app.conf.budget_prices = {
     GPT: {"input_mtok": "0.15", "output_mtok": "0.60"},
-    CLAUDE: {"input_mtok": "3", "output_mtok": "15"},
+    CLAUDE: {"input_mtok": "1", "output_mtok": "5"},
 }
 budget = CeleryBudget(app)
 local.keep_in(app)  # Put your broker, result backend and database here.
