@@ -138,11 +138,28 @@ def test_what_no_database_takes_is_ours_and_final(store: Store, kind: Any, value
     assert not caught.value.retryable
 
 
-def test_a_name_the_server_has_forgotten_is_made_anew(postgres_server: Any) -> None:
-    store = Store(f"{postgres_server.url}?prepare_threshold=0", pool_size=1)
-    session = store.run_statement(SESSION.one, {"n": 1}).it
-    store.run_statement(lambda connection: connection.exec_driver_sql("DEALLOCATE ALL"))
-    assert store.run_statement(SESSION.one, {"n": 1}).it == session
+@pytest.mark.parametrize("reset", ["DEALLOCATE ALL", "DISCARD ALL"])
+def test_names_the_server_has_forgotten_are_made_anew(postgres_server: Any, reset: str) -> None:
+    """As where a proxy resets the sessions that it lends to one after another."""
+    store = Store(f"{postgres_server.url}?prepare_threshold=1", pool_size=1)
+
+    def ask() -> int:
+        # Once: what fails is not tried again.
+        with store.statement() as connection:
+            return int(SESSION.one(connection, {"n": 1}).it)
+
+    def ask_all() -> tuple[int, ...]:
+        return *[ask() for _ in range(3)], store.run(SESSION.one, {"n": 1}).it, ask(), ask()
+
+    sessions = set(ask_all())
+    for _ in range(3):
+        assert names(store) > 0
+        # Past psycopg, which would forget its own names with it.
+        with store.statement() as connection:
+            connection.connection.driver_connection.pgconn.exec_(reset.encode())
+        assert names(store) == 0
+        sessions.update(ask_all())
+    assert len(sessions) == 1
     store.dispose()
 
 
