@@ -592,8 +592,8 @@ def _with_hosts(url: str) -> str:
 
 #: What a server says that is no primary, or not any more, or that goes down or is not up yet. A
 #: connection that has been used to read asks for a transaction that writes, which a standby does
-#: not have: 0A000, as for a plan that a migration has made void. And 26000: a session that was reset
-#: beneath us has forgotten what psycopg takes for prepared there, and would fail each time.
+#: not have: 0A000, as for a plan that a migration has made void. And 26000: a session that was
+#: reset beneath us has forgotten what psycopg takes for prepared there, and would fail each time.
 _LEFT = ("0A000", "26000", "25006", "57P01", "57P02", "57P03")
 
 
