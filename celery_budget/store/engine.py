@@ -206,6 +206,8 @@ class Store:
             options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         with self.translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
+            # A rollback would have psycopg drop all that is prepared in the session.
+            connection.commit()
 
     def statement(self) -> AbstractContextManager[Connection]:
         """Open a connection on which each statement is its own transaction.

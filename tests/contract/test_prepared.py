@@ -157,6 +157,14 @@ def test_names_the_server_has_forgotten_are_made_anew(postgres_server: Any, rese
     store.dispose()
 
 
+def test_who_only_reads_leaves_what_is_prepared(postgres_server: Any) -> None:
+    store = Store(f"{postgres_server.url}?prepare_threshold=0", pool_size=1)
+    store.run_statement(SESSION.one, {"n": 1})
+    store.read(lambda connection: connection.execute(ONE).scalar_one())
+    assert names(store) == 1
+    store.dispose()
+
+
 def test_what_psycopg_has_prepared_itself_is_prepared_again(postgres_server: Any) -> None:
     """By another connection: where nothing is rolled back it keeps its names for good."""
     store = Store(f"{postgres_server.url}?prepare_threshold=0", pool_size=1)
