@@ -56,7 +56,7 @@ BEGIN
                b.limit_amount::numeric * CASE WHEN p_finishing THEN b.hard_stop ELSE b.soft_stop END,
                1000000) - p_amounts[1]
            AND NOT EXISTS (SELECT 1 FROM budget_grants g
-                            WHERE g.root = p_root AND g.budget = p_budgets[1])
+                            WHERE g.root = p_root AND g.budget = p_budgets[1] AND g.until_us > v_now)
            AND NOT EXISTS (SELECT 1 FROM budget_parked p WHERE p.root = p_root)
            AND NOT EXISTS (SELECT 1 FROM budget_lane_queues q
                             WHERE q.root = p_root AND q.queue = p_queue)
