@@ -403,6 +403,11 @@ def message_of(request: ReserveRequest, **changes: Any) -> WireMessage:
     return replace(plain, **changes)
 
 
+def id_of(is_wanted: Callable[[int], bool]) -> uuid.UUID:
+    """Return an id with such a last byte: those of one moment may differ in that alone."""
+    return next(one for one in iter(new_id, None) if is_wanted(one.bytes[-1]))
+
+
 def admit_many(
     store: Store,
     settings: Settings,

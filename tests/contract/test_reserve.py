@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,11 @@ from celery_budget import settlement
 from celery_budget.core.identity import new_id
 from celery_budget.core.reservations import AlreadyReserved, Refused, Reserved
 from celery_budget.errors import PolicyError, RequestConflict, UnknownBudget
-from tests.contract.support import RETURNED, Ledger
+from celery_budget.store import balances
+from celery_budget.store.balances import WHOLE, Key
+from celery_budget.store.schema import budgets
+from tests.contract.racers import Beside, wait_for_waiting
+from tests.contract.support import RETURNED, Ledger, id_of
 
 MOST = 2**63 - 1
 
@@ -28,6 +34,61 @@ def test_admitted_work_holds_its_estimate_and_has_a_message(funded: Ledger) -> N
         b"body",
     )
     assert message.created_us > 1_700_000_000_000_000
+
+
+#: Last bytes of ids: on PostgreSQL those are admitted by budget_admit, and these by budget_reserve.
+WAYS = (lambda last: last % 8 == 0, lambda last: last % 8 > 0)
+
+
+def test_whichever_way_a_request_is_admitted_it_is_written_alike(funded: Ledger) -> None:
+    parent = new_id()
+    later = int(time.time() + 3600) * 1_000_000
+    requests = [
+        funded.request(
+            7,
+            reservation_id=id_of(way),
+            task_id=f"task-{number}",
+            deadline_us=later,
+            prices="p1",
+            shadows='{"v2": 9}',
+            parent=parent,
+            retries=2,
+            unreserved=True,
+        )
+        for number, way in enumerate(WAYS)
+    ]
+    for request in requests:
+        message = {"due_us": later - 1, "expires_us": later + 1, "rank": 3}
+        assert funded.admit(request, **message) == Reserved(request.reservation_id)
+    # Of the journal the second entry goes on where the first has ended, or stands by another row.
+    differ = {"reservation_id", "request_id", "task_id", "outbox_id", "created_us", "at_us"}
+    differ |= {"entry", "reserved_after", "stripe"}
+    for table in ("reservations", "lines", "outbox", "journal"):
+        first, second = (
+            {name: value for name, value in row._asdict().items() if name not in differ}
+            for row in funded.rows(table)
+            if table != "journal" or row.what == "reserve"
+        )
+        assert first == second
+    assert funded.balance() == (14, 0)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("way", WAYS, ids=["admit", "reserve"])
+def test_what_waited_for_the_balance_is_decided_by_what_holds_then(
+    racing: Ledger, way: Callable[[int], bool]
+) -> None:
+    if racing.store.dialect == "sqlite":
+        pytest.skip("SQLite has one writer")
+    racing.reserve(10)
+    with racing.store.transaction() as connection:
+        balances.lock_balances(connection, racing.root, [Key("b", 0, WHOLE)])
+        asked = Beside(lambda: racing.admit(racing.request(10, reservation_id=id_of(way))))
+        wait_for_waiting(racing.store)
+        connection.execute(
+            budgets.update().where(budgets.c.root == racing.root).values(limit_amount=19)
+        )
+    assert asked.result() == Refused("b", "tokens", 10, 19, 10, 0, "held", 19)
 
 
 @pytest.mark.parametrize("amounts", [[100], [99, 1], [50, 50], [0, 100, 0]])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
-from uuid import UUID
 
 import pytest
 import sqlalchemy as sa
@@ -23,7 +22,7 @@ from celery_budget.settings import Settings
 from celery_budget.store import Store, balances, journal, requests
 from celery_budget.store.balances import WHOLE, Key
 from tests.contract.racers import Beside, OneTry, at_once, racing_url, wait_for_waiting
-from tests.contract.support import RETURNED, Ledger, admit_many, message_of
+from tests.contract.support import RETURNED, Ledger, admit_many, id_of, message_of
 
 on_postgresql = pytest.mark.parametrize("store_url", ["postgresql"], indirect=True, scope="session")
 pytestmark = pytest.mark.postgres
@@ -48,13 +47,8 @@ def impatient(striped: Ledger) -> Iterator[Ledger]:
 
 def at(stripe: int, ledger: Ledger, amount: int, **changes: Any) -> Any:
     """A request that begins with this stripe of four."""
-    made = _id_of(lambda last: last % STRIPES == stripe)
+    made = id_of(lambda last: last % STRIPES == stripe)
     return ledger.request(amount, reservation_id=made, **changes)
-
-
-def _id_of(is_wanted: Callable[[int], bool]) -> UUID:
-    """Return an id with such a last byte: those of one moment may differ in that alone."""
-    return next(one for one in iter(new_id, None) if is_wanted(one.bytes[-1]))
 
 
 def admit_all(ledger: Ledger, amount: int = 10) -> int:
@@ -370,7 +364,7 @@ def test_a_budget_that_many_wait_for_is_spread(
     passes.run_once()
     # One of eight notes that it waits: these.
     waiting = [
-        racing.request(1, budget=budget, reservation_id=_id_of(lambda last: last % 8 == 0))
+        racing.request(1, budget=budget, reservation_id=id_of(lambda last: last % 8 == 0))
         for budget in ("b", "pinned")
     ]
     with racing.store.transaction() as connection:

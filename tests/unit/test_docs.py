@@ -27,6 +27,7 @@ ROW = re.compile(r"^\| `(budget_\w+)` \| (.+?) \| (.+) \|$", re.MULTILINE)
 NAME = re.compile(r"\bbudget_[a-z_]+\b")
 #: Stored functions.
 FUNCTIONS = {
+    "budget_admit",
     "budget_backlog",
     "budget_clock",
     "budget_claim",

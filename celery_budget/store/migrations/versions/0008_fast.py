@@ -59,7 +59,7 @@ def _spread() -> None:
         )
         for name in ("reserve", "decide", "move", "pace"):
             op.execute(f"DROP FUNCTION budget_{name}")
-        for name in ("whole_8", "decide_8", "move_8", "pace_8", "reserve_8"):
+        for name in ("whole_8", "decide_8", "move_8", "pace_8", "admit_8", "reserve_8"):
             _run(f"{name}.sql")
 
 
@@ -73,7 +73,7 @@ _SEVERAL = (
 def _gather() -> None:
     """Each window has one row again, with what all of its rows had and one entry that tells so."""
     if op.get_bind().dialect.name == "postgresql":
-        for name in ("reserve", "decide", "move", "pace"):
+        for name in ("reserve", "admit", "decide", "move", "pace"):
             op.execute(f"DROP FUNCTION budget_{name}")
         for name in ("gather", "place", "hold", "take", "allot", "whole", "bound"):
             op.execute(f"DROP FUNCTION budget_{name}")

@@ -6,7 +6,7 @@
 -- made before. Where the deadline passes while it waits for a lock it raises CB002: nothing is changed
 -- either.
 --
--- Locks: as budget_reserve, then as budget_charge.
+-- Locks: as budget_admit, then as budget_charge.
 CREATE FUNCTION budget_start(
     p_root text, p_reservation uuid, p_owner text, p_request text, p_nesting integer,
     p_task_id text, p_task_name text, p_stage text, p_fingerprint text, p_opaque boolean,
@@ -31,7 +31,7 @@ BEGIN
         RETURN;
     END IF;
     SELECT * INTO v_tried
-      FROM budget_reserve(
+      FROM budget_admit(
         p_root, p_reservation, p_owner, p_request, p_nesting, p_task_id, p_task_name, p_stage,
         p_fingerprint, p_opaque, p_estimator, p_version, p_prices, p_parent, p_retries, p_unreserved,
         p_finishing, p_budgets, p_amounts, p_charges, NULL, 'running', 0, 0, NULL, NULL, NULL, NULL,
