@@ -17,10 +17,12 @@ def upgrade() -> None:
     _wake_once()
     _upgrade_relay()
     _lock_by_functions()
+    _count_beside()
     _plan_by_keys()
 
 
 def downgrade() -> None:
+    _count_within()
     _lock_by_statements()
     _downgrade_relay()
     _wake_each_time()
@@ -158,6 +160,26 @@ def _lock_by_statements() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_try_lock")
         op.execute("DROP FUNCTION budget_lock")
+
+
+def _count_beside() -> None:
+    """A caller's transaction takes no row of a count."""
+    if op.get_bind().dialect.name == "postgresql":
+        _drop_counts()
+        for name in ("backlog_8", "lane_full_8"):
+            _run(f"{name}.sql")
+
+
+def _count_within() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        _drop_counts()
+        for name in ("backlog_6", "lane_full_6"):
+            _run(f"{name}.sql")
+
+
+def _drop_counts() -> None:
+    for name in ("lane_full", "lane_waiting", "backlog"):
+        op.execute(f"DROP FUNCTION budget_{name}")
 
 
 #: What is called outside of a transaction that says so, see ``celery_budget.store.engine``.

@@ -14,7 +14,8 @@ CREATE FUNCTION budget_reserve(
     p_outbox uuid, p_state text, p_again bigint, p_due bigint, p_expires bigint, p_queue text,
     p_body bytea, p_envelope text, p_rank integer, p_order_key text, p_broker text,
     p_deadline bigint, p_within bigint, p_shadows text, p_tenant text, p_weight bigint,
-    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text
+    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text,
+    p_lent boolean DEFAULT false
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
     requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint,
@@ -119,7 +120,7 @@ BEGIN
               FROM moved m;
             IF FOUND THEN
                 IF v_asleep THEN
-                    PERFORM budget_wake(p_root);
+                    PERFORM budget_wake(p_root, p_lent);
                 END IF;
                 outcome := 'reserved';
                 reservation_id := p_reservation;
@@ -139,6 +140,6 @@ BEGIN
             p_unreserved, p_finishing, p_budgets, p_amounts, p_charges, p_outbox, p_state, p_again,
             p_due, p_expires, p_queue, p_body, p_envelope, p_rank, p_order_key, p_broker,
             p_deadline, p_within, p_shadows, p_tenant, p_weight, p_bound, p_queues, p_note, p_who,
-            p_lock_ms);
+            p_lock_ms, p_lent);
 END
 $$
