@@ -45,13 +45,15 @@ BEGIN
                least(p_deadline, v_now + p_within), p_shadows, nullif(p_due, 0)
           FROM budget_budgets b
           JOIN LATERAL (
-              SELECT c.end_us, c.reserved, c.spent
+              SELECT c.end_us, c.reserved, c.spent, c.share
                 FROM budget_balances c
                WHERE c.root = p_root AND c.budget = p_budgets[1] AND c.window_us <= v_now
                  AND c.stripe = 0
                ORDER BY c.window_us DESC
                LIMIT 1
           ) w ON w.end_us > v_now
+              -- What it was spread over before may hold something still.
+             AND w.share IS NULL
          WHERE b.root = p_root AND b.name = p_budgets[1] AND b.state = 'open' AND b.spread = 1
            AND b.parent IS NULL AND b.limit_share IS NULL AND b.limit_amount > 0
            AND w.reserved + w.spent <= div(
