@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace
@@ -171,6 +172,10 @@ def test_a_look_does_not_read_what_has_ended(funded: Ledger) -> None:
         sa.event.remove(engine, "before_cursor_execute", explain)
     assert len(plans) == 3
     assert [plan for plan in plans if "Seq Scan on budget_attempts" in plan] == []
+    # Nor does it expect so many that with more of them it would.
+    expected = re.findall(r"ix_budget_attempts_lease.*? rows=(\d+)", plans[1])
+    assert expected
+    assert all(int(rows) <= 1000 for rows in expected)
 
 
 def test_the_first_sweep_ever_finds_no_gap(funded: Ledger) -> None:
