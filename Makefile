@@ -58,8 +58,9 @@ bench: $(FULL) ## run the benchmarks, under ten minutes; fails where a target is
 bench-long: $(FULL) ## run those with long histories and backlogs (ARGS="..." are passed on)
 	$(BIN)/python -m benchmarks --long $(ARGS)
 
-docs: $(BIN)/python ## check that links inside the pages at the root, in docs/ and in examples/ resolve
+docs: $(FULL) ## build the pages of docs/ into build/docs, warnings being errors; check all links between pages
 	$(BIN)/python docs/check_links.py
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
