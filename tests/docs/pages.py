@@ -53,10 +53,10 @@ def blocks_of(page: Path) -> Iterator[Block]:
             before = text.strip() or before
             continue
         indent, inside = len(opened["indent"]), []
-        for _, text in lines:
-            if text.strip() == opened["fence"]:
+        for _, within in lines:
+            if within.strip() == opened["fence"]:
                 break
-            inside.append(text[indent:])
+            inside.append(within[indent:])
         number += 1
         joined = "".join(f"{one}\n" for one in inside)
         yield Block(page, number, line, opened["language"], joined, bool(MARK.match(before)))
