@@ -24,6 +24,8 @@ exclude_patterns = ["_ext"]
 myst_enable_extensions = ["deflist", "tasklist"]
 myst_heading_anchors = 4
 highlight_language = "text"
+#: Code with an ellipsis for what is left out; that blocks are code is a test's to say.
+suppress_warnings = ["misc.highlighting_failure"]
 autodoc_member_order = "groupwise"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

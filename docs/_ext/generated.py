@@ -21,7 +21,7 @@ from celery_budget.store.schema import metadata
 #: What the command is called as.
 PROGRAM = "celery -A PROJ budget"
 #: Characters of a line of help.
-WIDTH = 100
+WIDTH = 90
 
 
 def commands(
@@ -88,7 +88,7 @@ class Schema(Titled):
         return [self._table(one) for one in sorted(metadata.tables.values(), key=lambda t: t.name)]
 
     def _table(self, table: Table) -> nodes.section:
-        dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
+        dialect = postgresql.dialect()
         rows = [
             (
                 f"`{column.name}`",

@@ -106,8 +106,8 @@ def test_the_tutorial_prints_what_it_says(reader: Reader) -> None:
             continue
         if any(look in command for look in LOOKS):
             eventually(
-                lambda command=command: reader.do(command),  # type: ignore[misc]
-                until=lambda said, printed=printed: checker.check_output(printed, said, FLAGS),  # type: ignore[misc]
+                lambda command=command: reader.do(command),
+                until=lambda said, printed=printed: checker.check_output(printed, said, FLAGS),
                 seconds=WAIT / 4,
                 what=f"what the page says of {command!r}",
             )
