@@ -658,6 +658,7 @@ def _prepare_sqlite(engine: Engine, lock_ms: int) -> None:
         connection.execute(f"PRAGMA busy_timeout = {lock_ms}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.create_aggregate("budget_sum", 1, _Sum)
+        clock.lend(connection, str(engine.url.database))
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
