@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 from importlib.metadata import version as version_of
@@ -37,40 +38,42 @@ html_title = f"celery_budget {release}"
 html_show_sourcelink = False
 html_copy_source = False
 
-#: Pages at the root that are part of the site, by the page of the site that stands for each.
-ROOT_PAGES = {"README.md": "readme", "CHANGELOG.md": "changelog", "CONTRIBUTING.md": "contributing"}
-_NAMES = "|".join(map(re.escape, ROOT_PAGES))
-#: A link to one of them, from a page in docs/.
-_LINK_UP = re.compile(rf"\]\((?:\.\./)+({_NAMES})(#[^)]*)?\)")
-#: A link from one of them to something in the repository.
-_LINK_DOWN = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
+#: Pages outside of docs/ that are part of the site, by the page of the site that stands for each.
+ELSEWHERE = {
+    "README.md": "readme",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+    **{
+        str(page.relative_to(HERE.parent)): f"examples/{page.parent.name}"
+        for page in sorted(HERE.parent.glob("examples/*/README.md"))
+    },
+    "examples/README.md": "examples/index",
+}
+_STANDS_FOR = {page: name for name, page in ELSEWHERE.items()}
+#: A link to something in the repository.
+_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def lead_to_the_site(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Have links to the pages at the root, right for who reads files, lead to their pages here.
+    """Have links, which are right for who reads files, lead to the pages of the site.
 
-    What stands for one of those is that page itself.
+    What stands for a page outside of docs/ is that page itself.
     """
-    for name, page in ROOT_PAGES.items():
-        if page == docname:
-            app.env.note_dependency(str(HERE.parent / name))
-            text = (HERE.parent / name).read_text(encoding="utf-8")
-            source[0] = _LINK_DOWN.sub(lambda found: f"]({_from_here(found[1])})", text)
-            return
-    up = "../" * docname.count("/")
-    source[0] = _LINK_UP.sub(
-        lambda found: f"]({up}{ROOT_PAGES[found[1]]}.md{found[2] or ''})", source[0]
-    )
-
-
-def _from_here(target: str) -> str:
-    """Return where a link of a page at the root leads, as seen from docs/."""
-    path, mark, anchor = target.partition("#")
-    if path in ROOT_PAGES:
-        path = f"{ROOT_PAGES[path]}.md"
+    name = _STANDS_FOR.get(docname)
+    if name is None:
+        name = f"docs/{docname}.md"
     else:
-        path = path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
-    return f"{path}{mark}{anchor}"
+        app.env.note_dependency(str(HERE.parent / name))
+        source[0] = (HERE.parent / name).read_text(encoding="utf-8")
+    folder, here = posixpath.dirname(name), posixpath.dirname(f"docs/{docname}")
+
+    def lead(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, found[1]))
+        if target in ELSEWHERE:
+            target = f"docs/{ELSEWHERE[target]}.md"
+        return f"]({posixpath.relpath(target, here)}{found[2] or ''})"
+
+    source[0] = _LINK.sub(lead, source[0])
 
 
 def setup(app: Sphinx) -> None:

@@ -9,23 +9,32 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_budget import settlement
 from celery_budget.errors import StoreError
 from celery_budget.events import Logger
 from celery_budget.integration.context import BOOT_ID
+from celery_budget.settings import Settings
+from celery_budget.store import Store
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["kept", "renew_until"]
+__all__ = ["Place", "kept", "renew_until"]
 
 logger = Logger(__name__)
 
 
+class Place(NamedTuple):
+    """A ledger that something runs under, whatever ledger its application has later."""
+
+    store: Store
+    settings: Settings
+
+
 def renew_until(
-    budget: CeleryBudget,
+    budget: CeleryBudget | Place,
     wait: Callable[[float], object],
     open_here: Callable[[], Collection[str] | None],
     living: Callable[[], Collection[int]],
@@ -74,29 +83,30 @@ class _InPlace:
     def forget(self) -> None:
         """Begin anew; the lock may have been held by a thread that is not here."""
         self._lock = threading.Lock()
-        self._open: dict[CeleryBudget, dict[uuid.UUID, str]] = {}
+        self._open: dict[Store, dict[uuid.UUID, str]] = {}
 
-    def add(self, budget: CeleryBudget, claim_id: uuid.UUID, task_id: str) -> None:
+    def add(self, place: Place, claim_id: uuid.UUID, task_id: str) -> None:
+        store = place.store
         with self._lock:
-            if budget not in self._open:
+            if store not in self._open:
                 threading.Thread(
                     target=renew_until,
-                    args=(budget, time.sleep, partial(self._task_ids, budget), _myself),
+                    args=(place, time.sleep, partial(self._task_ids, store), _myself),
                     name="budget-leases-in-place",
                     daemon=True,
                 ).start()
-                self._open[budget] = {}
-            self._open[budget][claim_id] = task_id
+                self._open[store] = {}
+            self._open[store][claim_id] = task_id
 
-    def remove(self, budget: CeleryBudget, claim_id: uuid.UUID) -> None:
+    def remove(self, store: Store, claim_id: uuid.UUID) -> None:
         with self._lock:
-            self._open.get(budget, {}).pop(claim_id, None)
+            self._open.get(store, {}).pop(claim_id, None)
 
-    def _task_ids(self, budget: CeleryBudget) -> Collection[str] | None:
+    def _task_ids(self, store: Store) -> Collection[str] | None:
         with self._lock:
-            task_ids = set(self._open[budget].values())
+            task_ids = set(self._open[store].values())
             if not task_ids:
-                del self._open[budget]
+                del self._open[store]
         return task_ids or None
 
 
@@ -108,8 +118,9 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def kept(budget: CeleryBudget, attempt: settlement.Attempt, task_id: str) -> Iterator[None]:
     """Keep the lease of an attempt that runs in place alive while the block runs."""
-    _in_place.add(budget, attempt.claim_id, task_id)
+    place = Place(budget.store, budget.settings)
+    _in_place.add(place, attempt.claim_id, task_id)
     try:
         yield
     finally:
-        _in_place.remove(budget, attempt.claim_id)
+        _in_place.remove(place.store, attempt.claim_id)

@@ -31,7 +31,7 @@ from celery_budget.upkeep import Upkeep
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["RelayService", "look_at_parked", "sweep"]
+__all__ = ["RelayService", "look_at_parked", "sweep", "sweep_alone"]
 
 logger = Logger(__name__)
 
@@ -288,3 +288,13 @@ def sweep(
             first = first or error
     if first is not None:
         raise first
+
+
+def sweep_alone(budget: CeleryBudget) -> None:
+    """Run every periodic step once, for who runs no service."""
+    queues = KombuQueues(budget.app)
+    try:
+        suspicion = Suspicion(budget.store, budget.settings, queues)
+        sweep(budget, Upkeep(budget.store, budget.settings), suspicion)
+    finally:
+        queues.close()

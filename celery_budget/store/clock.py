@@ -1,17 +1,22 @@
-"""How statements read the clock where a ledger is distributed.
+"""How statements read the clock where it is not the database's own.
 
-Citus takes no volatile function in what it changes. There the clock is read by ``budget_clock``,
-once for a statement, which :mod:`celery_budget.store.distributed` makes.
+Where a ledger is distributed: Citus takes no volatile function in what it changes. There the clock
+is read by ``budget_clock``, once for a statement, which :mod:`celery_budget.store.distributed`
+makes. And in tests of applications, whose ledgers are files of SQLite: a clock stands in for
+SQLite's own on every connection to that file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-__all__ = ["MAKE", "follow", "read_stable", "watch"]
+__all__ = ["MAKE", "follow", "lend", "read_stable", "standing_in", "watch"]
 
 #: Makes the function, outside of any root. Its text must not be what statements are rewritten by.
 MAKE = (
@@ -19,6 +24,10 @@ MAKE = (
     " 'BEGIN RETURN clock_timestamp (); END'"
 )
 _EXECUTE = "before_cursor_execute"
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+#: Clocks that stand in for SQLite's own, in microseconds since the epoch, by the ledger's file.
+_stand_ins: dict[str, Callable[[], int]] = {}
 
 
 def watch(engine: Engine) -> None:
@@ -56,3 +65,37 @@ def _stable(
     connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
 ) -> tuple[str, Any]:
     return statement.replace("clock_timestamp()", "budget_clock()"), parameters
+
+
+@contextmanager
+def standing_in(file: str, now_us: Callable[[], int]) -> Iterator[None]:
+    """Have all connections of this process to a ledger's file read another clock (SQLite only).
+
+    Those that are opened in the block; milliseconds count, as of SQLite's own.
+
+    :param file: its path, as the URL has it.
+    """
+    _stand_ins[file] = now_us
+    try:
+        yield
+    finally:
+        del _stand_ins[file]
+
+
+def lend(connection: Any, file: str) -> None:
+    """Have a connection of SQLite's read the clock that stands in for its file's, if one does."""
+    now_us = _stand_ins.get(file)
+    if now_us is None:
+        return
+
+    def strftime(form: str, when: str) -> str:
+        if when != "now":
+            raise ValueError(f"a clock tells what time it is now, not {when!r}")
+        now = _EPOCH + timedelta(microseconds=now_us())
+        return {
+            "%s": str((now - _EPOCH) // timedelta(seconds=1)),
+            "%f": f"{now.second:02d}.{now.microsecond // 1000:03d}",
+        }[form]
+
+    # SQLite prefers a function that takes exactly so many arguments to its own.
+    connection.create_function("strftime", 2, strftime)

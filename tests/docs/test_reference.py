@@ -74,6 +74,12 @@ def test_a_page_has_its_place_and_is_told_of(page: str) -> None:
     placed = [re.sub(r"^.+<(.+)>$", r"\1", line) for one in entries for line in one.splitlines()]
     assert placed.count(page) == 1
     root = {"readme": "README", "changelog": "CHANGELOG", "contributing": "CONTRIBUTING"}
+    # Those of the examples are theirs as well.
+    root |= {
+        f"examples/{path.parent.name}": f"examples/{path.parent.name}/README"
+        for path in ROOT.glob("examples/*/README.md")
+    }
+    root["examples/index"] = "examples/README"
     link = f"../{root[page]}.md" if page in root else f"{page}.md"
     assert f"]({link})" in index
 

@@ -18,6 +18,7 @@ SOURCE = ROOT / "celery_budget"
 ENTRY_POINTS = {
     "celery.commands": "celery_budget.cli:budget",
     "celery.beat_schedulers": "celery_budget.integration.beat:BudgetScheduler",
+    "pytest11": "celery_budget.testing.plugin",
 }
 PROBE = """
 import json, sys
@@ -27,9 +28,9 @@ from celery_budget.reconcile import Report
 from celery_budget.render.html import report_html
 assert report_html(Report((), {"admitted": 0})).endswith("</html>\\n"), "no page"
 found = {
-    group: [(point.value, callable(point.load())) for point in entry_points(group=group)
-            if point.name == "budget"]
-    for group in ("celery.commands", "celery.beat_schedulers")
+    group: [(point.value, point.load() is not None) for point in entry_points(group=group)
+            if point.name in ("budget", "celery_budget")]
+    for group in ("celery.commands", "celery.beat_schedulers", "pytest11")
 }
 print(json.dumps([celery_budget.__file__, version("celery-budget"), found]))
 """

@@ -20,6 +20,7 @@ from celery_budget.reconcile.kinds import STEPS
 from celery_budget.settings import PREFIX, Settings
 from celery_budget.store.migrate import VERSION_TABLE
 from celery_budget.store.schema import metadata
+from celery_budget.testing import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,6 +79,7 @@ def test_every_name_with_our_prefix_exists(page: Path) -> None:
         *settings_keys(),
         *metadata.tables,
         *FUNCTIONS,
+        *plugin.__all__,
         HEADER,
         LANE,
         VERSION_TABLE,
