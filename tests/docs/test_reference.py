@@ -42,6 +42,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     documented = re.findall(r"^\.\. auto\w+:: celery_budget\.(?:\w+\.)*(\w+)", read("reference/api.md"), re.MULTILINE)  # fmt: skip # noqa: E501 - one pattern
     assert set(celery_budget.__all__) - set(errors.__all__) - {*documented} == set()
     assert "automodule:: celery_budget.integration.usage" in read("reference/api.md")
+    assert "automodule:: celery_budget.testing\n   :members:" in read("reference/api.md")
     assert all(getattr(usage, name).__doc__ for name in usage.__all__)
 
 
