@@ -151,6 +151,27 @@ def test_a_setting_that_there_is_none_of(budget_app: Celery) -> None:
         assert budget_app.conf.budget_database_url == ELSEWHERE
 
 
+def test_a_clock_stands_in_for_sqlite_s_alone(budget_app: Celery) -> None:
+    url = "postgresql+psycopg://localhost/nowhere"
+    with (
+        pytest.raises(ConfigurationError, match="in postgresql"),
+        in_memory(budget_app, clock=Clock(), database_url=url),
+    ):
+        pass
+    assert budget_app.conf.budget_database_url == ELSEWHERE
+
+
+def test_a_ledger_of_ones_own_stays_as_it_is(
+    budget_app: Celery, draft: Any, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'rows.db'}"
+    with in_memory(budget_app, database_url=url) as ledger:
+        ledger.set("tenant:a", limit=25, unit="tokens")
+        draft.delay("a")
+    with in_memory(budget_app, database_url=url, clock=Clock()):
+        assert_held("tenant:a", 10)
+
+
 def test_which_application_is_meant(budget_app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = testing.ledgers.the_budget_of(budget_app)
     assert testing.ledgers.the_budget_of(budget) is budget
