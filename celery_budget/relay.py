@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -49,6 +49,11 @@ LONGEST_WAIT_SECONDS = 60.0
 LONGEST_OUTAGE_SECONDS = 5.0
 #: For which part of its hold a batch is published from; the rest is for the window in hand.
 PUBLISHING = 0.5
+#: From how many messages on what was confirmed is marked while the next batch is taken and
+#: published. Fewer are marked at once: they take less time than that is worth.
+BESIDE = 100
+#: How long a pass may take one batch after another: then lanes, and other brokers, have their turn.
+PASS_SECONDS = 1.0
 #: Of how many messages without an answer the count is kept.
 MOST_UNANSWERED = 10_000
 
@@ -161,6 +166,8 @@ class Relay:
         self._aside: list[Due] = []
         self._published: list[Due] = []
         self._trouble: str | None = None
+        # What was confirmed of the batch before, and is being marked.
+        self._marking: _Marking | None = None
 
     def run_once(self, stop: threading.Event, told: bool = False) -> Relayed:
         """Take up to a batch of due messages for each broker and bring each one step on.
@@ -217,16 +224,11 @@ class Relay:
         the thread that publishes it, or taken by another relay when its time is over.
         """
         with self._lock:
+            self._end_marking()
             if self._fence is None:
                 return
             if self._published:
-                self._store.run(
-                    claims.mark_published,
-                    self._settings.root,
-                    self._fence,
-                    self._published,
-                    self._settings.republish_us,
-                )
+                self._mark(self._fence, self._published)
                 self._published = []
             rest = [*self._aside, *self._waiting]
             if rest:
@@ -236,6 +238,42 @@ class Relay:
                 self._aside = []
                 self._waiting.clear()
             self._trouble = None
+
+    def _mark(self, fence: uuid.UUID, published: list[Due]) -> None:
+        self._store.run(
+            claims.mark_published,
+            self._settings.root,
+            fence,
+            published,
+            self._settings.republish_us,
+        )
+
+    def _begin_marking(self) -> bool:
+        """Have a batch marked while the next one is taken; false where it is to be done before.
+
+        So it is where something is in hand that was not published, or few were, and where the store
+        has one writer.
+        """
+        with self._lock:
+            if (
+                self._fence is None
+                or len(self._published) < BESIDE
+                or self._aside
+                or self._waiting
+                or self._store.dialect == "sqlite"
+            ):
+                return False
+            self._end_marking()
+            fence, published = self._fence, self._published
+            self._marking = _Marking(lambda: self._mark(fence, published))
+            self._published = []
+            return True
+
+    def _end_marking(self) -> None:
+        """Wait until what is being marked is, with the lock held; do it where that has failed."""
+        if self._marking is not None:
+            self._marking.end()
+            self._marking = None
 
     def _claim(self, broker: str, told: bool) -> claims.Batch:
         """Take a batch; one that was told of, by one round trip where that does."""
@@ -250,13 +288,29 @@ class Relay:
     def _pass(
         self, broker: str, stop: threading.Event, steps: Counter[str], told: bool
     ) -> bool | None:
-        """Work through one batch; return whether there may be more to do at once.
+        """Work through a batch, or several large ones; return whether to go on at once.
 
         None where the broker could not be reached.
         """
-        settings = self._settings
         failures = self._rests[broker].failures
-        until = time.monotonic() + settings.publish_seconds * PUBLISHING
+        over = time.monotonic() + PASS_SECONDS
+        while True:
+            batch = self._work_through(broker, stop, steps, told)
+            # What follows by its key is let go by the marking.
+            ordered = any(due.message.order_key is not None for due in batch.messages)
+            goes_on = batch.full and not ordered and time.monotonic() < over
+            if not goes_on or stop.is_set() or not self._begin_marking():
+                break
+        self.hand_back()
+        if self._rests[broker].failures > failures:
+            return None
+        return batch.full or ordered or batch.behind > 0
+
+    def _work_through(
+        self, broker: str, stop: threading.Event, steps: Counter[str], told: bool
+    ) -> claims.Batch:
+        """Take a batch, and publish it as far as that goes; what was published is in hand then."""
+        until = time.monotonic() + self._settings.publish_seconds * PUBLISHING
         batch = self._claim(broker, told)
         with self._lock:
             self._fence = batch.fence
@@ -267,11 +321,7 @@ class Relay:
             if not window:
                 break
             self._bring_on(batch.fence, broker, window, steps)
-        self.hand_back()
-        if self._rests[broker].failures > failures:
-            return None
-        ordered = any(due.message.order_key is not None for due in batch.messages)
-        return batch.full or ordered or batch.behind > 0
+        return batch
 
     def _next(self, most: int) -> list[Due]:
         """Take what is published together: in order, and one message of an order key at most.
@@ -465,6 +515,34 @@ class Relay:
             self._results_rest.end()
         else:
             self._results_rest.begin(FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+
+
+class _Marking:
+    """What is done by a thread of its own meanwhile, and again where that has failed."""
+
+    def __init__(self, mark: Callable[[], None]) -> None:
+        self._mark = mark
+        self._done = False
+        self._thread = threading.Thread(target=self._try, name="budget-mark", daemon=True)
+        self._thread.start()
+
+    def _try(self) -> None:
+        try:
+            self._mark()
+        except Exception:
+            logger.exception("step.failed", step="marking what was published")
+        else:
+            self._done = True
+
+    def end(self) -> None:
+        """Wait for it.
+
+        :raises StoreError: where it has failed, and does so again.
+        """
+        self._thread.join()
+        if not self._done:
+            self._mark()
+            self._done = True
 
 
 @dataclass

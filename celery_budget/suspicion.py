@@ -27,10 +27,6 @@ LOOKED_AT = 1000
 LOOKS = 10
 #: How many it suspects at most: as many copies are published in a pass.
 SUSPECTED = 100
-#: Where seeing what workers have in hand takes longer than this, since very many run, it is done
-#: again only after so many times as long.
-SLOW_SECONDS = 0.5
-REST = 20
 #: For how long it asks brokers; queues that are left are asked by the next pass.
 ASK_SECONDS = 5.0
 #: Of how many lanes it remembers what was seen of them.
@@ -72,7 +68,6 @@ class Suspicion:
         self._emptied: dict[Queue, int] = {}
         self._overtaken: dict[Lane, int] = {}
         self._looked_us = 0
-        self._see_at = 0.0
 
     def look(self) -> list[Silent]:
         """Return messages that are to be published again, due longest first, at most a hundred.
@@ -121,19 +116,12 @@ class Suspicion:
         """Note what workers have in hand.
 
         A relay marks what it has published within its hold: only what was marked that much earlier
-        was certainly published earlier. It reads all that runs: where that is very much, not in
-        each pass.
+        was certainly published earlier.
         """
-        begin = time.monotonic()
-        if begin < self._see_at:
-            return
         started = self._store.read(silent.started, self._settings.root)
         for lane, published_us in started.items():
             before_us = published_us - self._settings.publish_us
             self._overtaken[lane] = max(before_us, self._overtaken.get(lane, 0))
-        took = time.monotonic() - begin
-        if took > SLOW_SECONDS:
-            self._see_at = begin + REST * took
 
     def _see_queues(self, doubtful: list[Silent]) -> set[Queue]:
         """Ask which queues of these messages are empty; return those there was no time to ask."""

@@ -1,4 +1,4 @@
-"""Check that relative links in the pages at the root and in docs lead to a file and heading.
+"""Check that relative links in pages lead to a file and heading: at the root, in docs, in examples.
 
 Exits 1 and names file, line and target of each link that does not; external links are not followed.
 """
@@ -76,9 +76,10 @@ def problem(page: Path, target: str) -> str | None:
 
 def main() -> int:
     """Check all pages, print what is broken, return the exit code."""
-    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    folders = (ROOT / "docs", ROOT / "examples")
+    pages = [*ROOT.glob("*.md"), *(page for one in folders for page in one.rglob("*.md"))]
     links = broken = 0
-    for page in pages:
+    for page in sorted(pages):
         for number, line in prose(page):
             text = re.sub(r"`[^`]*`", "", line)
             reference = REFERENCE.match(text)

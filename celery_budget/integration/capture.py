@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +43,11 @@ DELAYED_EXCHANGE = "celery_delayed_27"
 DELAY_BITS = 28
 #: Of how many declarations what was made is kept: making it takes longer than publishing.
 MOST_KNOWN = 1000
-#: As kombu's ``loads``, which makes a decoder each time.
+#: As kombu's ``loads``, which makes a decoder each time; and for what has only JSON's own types.
 _decode = json.JSONDecoder(object_hook=object_hook).decode
+_decode_plain = json.JSONDecoder().decode
+#: What is before the declarations of a message as it is written.
+_DECLARED = ', "declare": '
 _known_entities: dict[str, list[Any]] = {}
 
 
@@ -223,23 +227,38 @@ def with_header(message: WireMessage, name: str, value: str | int | None) -> Wir
 
 def read(message: WireMessage) -> Envelope:
     """Return the envelope of a stored message, declarations as kombu's entities again."""
-    values = _decode(message.envelope)
-    values["declare"] = _entities(values["declare"])
+    # Its declarations are written last, and most messages have the same.
+    rest, said, declared = message.envelope.rpartition(_DECLARED)
+    if said:
+        # What is found there may be something else's, deeper in it.
+        with suppress(ValueError, TypeError):
+            declare = _entities(declared.removesuffix("}"))
+            return Envelope(**_decoded(rest + "}"), declare=declare)
+    values = _decoded(message.envelope)
+    values["declare"] = _made(values["declare"])
     return Envelope(**values)
 
 
-def _entities(declarations: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+def _decoded(text: str) -> Any:
+    # What kombu's decoder looks for in each object.
+    return _decode(text) if "__type__" in text else _decode_plain(text)
+
+
+def _entities(written: str) -> list[Any]:
     """Return what is to be declared: one list for all messages that need the same."""
-    # All but what the server gives a name to, when it is declared.
-    written = repr(declarations)
     found = _known_entities.get(written)
     if found is None:
-        found = [_entity(kind, entity) for kind, entity in declarations]
+        found = _made(_decoded(written))
+        # All but what the server gives a name to, when it is declared.
         if all(entity.name for entity in found if isinstance(entity, Queue)):
             if len(_known_entities) >= MOST_KNOWN:
                 _known_entities.clear()
             _known_entities[written] = found
     return found
+
+
+def _made(declarations: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    return [_entity(kind, entity) for kind, entity in declarations]
 
 
 def undelayed(routing_key: str) -> str:

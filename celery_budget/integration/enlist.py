@@ -42,7 +42,7 @@ class Enlistment(Batch):
         for name, value in (("immediate", immediate), ("any_isolation", any_isolation)):
             if type(value) is not bool:
                 raise PolicyError(f"{name}= is {value!r}; give True or False")
-        self._transaction = Enlisted(budget.store, given, any_isolation)
+        self._transaction = Enlisted(budget.store, given, budget.settings.root, any_isolation)
         super().__init__(budget, self._transaction, partial=partial, parent=parent)
         self._immediate = immediate
 

@@ -49,11 +49,11 @@ class Lanes:
         """Make the lane ``name`` or change it; only the terms that are given change.
 
         :param terms: those of :class:`~celery_budget.Lane`, but for ``paused``;
-            ``max_wait_seconds`` (or a timedelta) in place of ``max_wait_us``.
+            ``max_wait_seconds`` (or a timedelta) in place of ``max_wait_us``; ``budgets`` may be
+            given as text: ``["free-tokens", "free-requests=1"]``.
         :return: the lane as it is then.
         :raises InvalidLane, InvalidName, InvalidAmount: for terms that cannot be, and where
             another lane feeds one of its queues. Nothing was changed.
-        ``budgets`` may be given as text: ``["free-tokens", "free-requests=1"]``.
         """
         given = _terms_of(name, terms)
         return self._kept.store.run(lanes.declare, self._kept.settings.root, name, given)

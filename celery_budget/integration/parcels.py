@@ -54,6 +54,16 @@ class Parcel:
             properties["delivery_mode"] = maybe_delivery_mode(properties["delivery_mode"])
         return properties
 
+    def fields(self) -> dict[str, Any]:
+        """Return its properties as AMQP names them: what kombu's channel for AMQP prepares."""
+        return {
+            "priority": self.envelope.priority,
+            "content_type": self.envelope.content_type,
+            "content_encoding": self.envelope.content_encoding,
+            "application_headers": self.headers,
+            **self.properties(),
+        }
+
     def prepared(self, channel: Any) -> Any:
         """Return it as a channel takes it."""
         envelope = self.envelope

@@ -6,7 +6,6 @@ them come in. On Redis as one pipeline. Elsewhere one by one, by kombu's contrac
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from amqp import spec
 from kombu import Connection, Producer
 from kombu.transport import virtual
 
+from celery_budget.integration import frames
 from celery_budget.integration.answers import Unbound
 from celery_budget.integration.parcels import Parcel
 
@@ -32,9 +32,9 @@ __all__ = [
     "listen",
 ]
 
-#: How many messages go out between two looks at what the broker has said meanwhile. It stops
-#: reading where nobody reads what it has to say.
-BETWEEN_LOOKS = 50
+#: How many messages go out by one call, between two looks at what the broker has said meanwhile. It
+#: stops reading where nobody reads what it has to say.
+TOGETHER = 32
 
 
 class _Mark:
@@ -211,7 +211,6 @@ class Confirmed(_Channel):
         super().__init__(producer, answer_seconds)
         self._connection = connection
         self._is_blocked = is_blocked
-        self._errors = (OSError, *connection.connection_errors)
         self._tag = 0
         self._waiting: dict[int, int] = {}
         self._names: dict[Any, int] = {}
@@ -234,12 +233,12 @@ class Confirmed(_Channel):
         self._names = {parcel.name: number for number, parcel in enumerate(parcels)}
         self._waiting = {}
         try:
-            for number, parcel in enumerate(parcels):
-                if number % BETWEEN_LOOKS == BETWEEN_LOOKS - 1:
+            for begin in range(0, len(parcels), TOGETHER):
+                if begin:
                     listen(self._connection)
-                if number and (self._is_blocked() or time.monotonic() > until):
-                    break
-                self._send(number, parcel)
+                    if self._is_blocked() or time.monotonic() > until:
+                        break
+                self._write(begin, parcels[begin : begin + TOGETHER])
             while self._waiting:
                 # Where nothing was said in time it raises TimeoutError.
                 self._connection.drain_events(timeout=max(0.001, until - time.monotonic()))
@@ -247,31 +246,35 @@ class Confirmed(_Channel):
             self.broken = exc
         return answers
 
-    def _send(self, number: int, parcel: Parcel) -> None:
-        envelope = parcel.envelope
-        try:
-            message = parcel.prepared(self._channel)
-            arguments = (
-                0,
-                parcel.exchange,
-                parcel.routing_key,
-                envelope.mandatory or parcel.wanted,
-                envelope.immediate,
-            )
-            # What basic_publish does but for its own look at what was said, for each message.
-            self._channel.send_method(spec.Basic.Publish, "Bssbb", arguments, message)
-        except (struct.error, amqp_errors.FrameSyntaxError) as exc:
-            # Nothing of it was written.
-            self._answers[number] = exc
-        except self._errors:
-            self._answers[number] = UNANSWERED
-            raise
-        except Exception as exc:  # noqa: BLE001 - it is the answer
-            self._answers[number] = exc
-        else:
-            self._tag += 1
-            self._waiting[self._tag] = number
-            self._answers[number] = UNANSWERED
+    def _write(self, begin: int, parcels: Sequence[Parcel]) -> None:
+        """Send messages by one call, those that can be written; the first one is number ``begin``.
+
+        Past the channel, which would send each by itself, and look what was said after it.
+        """
+        connection = self._channel.connection
+        if connection is None:
+            raise amqp_errors.RecoverableConnectionError("connection already closed")
+        channel, most = self._channel.channel_id, connection.frame_max
+        written: list[bytes] = []
+        for number, parcel in enumerate(parcels, begin):
+            envelope = parcel.envelope
+            try:
+                publish = frames.method(
+                    parcel.exchange,
+                    parcel.routing_key,
+                    envelope.mandatory or parcel.wanted,
+                    envelope.immediate,
+                )
+                body = parcel.message.body
+                written += frames.framed(channel, most, publish, parcel.fields(), body)
+            except Exception as exc:  # noqa: BLE001 - it is the answer
+                self._answers[number] = exc
+            else:
+                self._tag += 1
+                self._waiting[self._tag] = number
+                self._answers[number] = UNANSWERED
+        if written:
+            connection.transport.write(b"".join(written))
 
     def probe(self, seconds: float) -> None:
         """Send a message that nobody gets, and wait for the answer.

@@ -48,6 +48,7 @@ from celery_budget.store import (
     waiting,
 )
 from celery_budget.store.balances import Key, Move, lock_balances, move
+from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import insert_many
 from celery_budget.store.refusals import note_refusals
 from celery_budget.store.schema import lines, now_us, reservations
@@ -142,7 +143,7 @@ def reserve_many(
     trial = _Trial(
         standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
     )
-    trial.fed = waiting.fed(connection, root, fed)
+    trial.fed = waiting.fed(connection, root, fed, note=not is_lent(connection))
     if len(found) > len(inserted) or before[0]:
         wait_for_standbys(connection)
     for unit in _by_unit(asked, units):

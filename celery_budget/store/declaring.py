@@ -357,8 +357,8 @@ def ready(connection: Connection, root: str, names: Iterable[str]) -> None:
                 raise UnknownBudget(name)
         seen = levels.levels_of(connection, root, wanted)
     for name in sorted(seen):
-        # One that takes nothing new needs no window for it.
-        if seen[name].window_us is None and seen[name].state == OPEN:
+        # One that takes nothing new needs no window for it. One that is spread may lack a row.
+        if (seen[name].window_us is None or seen[name].spread) and seen[name].state == OPEN:
             windows.open_window(connection, root, name)
 
 

@@ -22,6 +22,7 @@ from sqlalchemy.util import await_only
 
 from celery_budget.errors import EnlistError
 from celery_budget.store import clock
+from celery_budget.store.prepared import Direct
 
 __all__ = [
     "AUTOCOMMIT",
@@ -358,6 +359,9 @@ def lent(driver: Driver, own: Engine) -> Iterator[Connection]:
 
 def is_lent(connection: Connection) -> bool:
     """Tell whether the transaction is a caller's, which may go on for long when we are through."""
+    if isinstance(connection, Direct):
+        # Ours; it has no options to ask for.
+        return False
     return bool(connection.get_execution_options().get(_LENT))
 
 

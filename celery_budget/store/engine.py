@@ -206,6 +206,8 @@ class Store:
             options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         with self.translated(), self._gated(), self._engine.connect() as connection:
             yield connection.execution_options(**options)
+            # A rollback would have psycopg drop all that is prepared in the session.
+            connection.commit()
 
     def statement(self) -> AbstractContextManager[Connection]:
         """Open a connection on which each statement is its own transaction.
@@ -592,8 +594,9 @@ def _with_hosts(url: str) -> str:
 
 #: What a server says that is no primary, or not any more, or that goes down or is not up yet. A
 #: connection that has been used to read asks for a transaction that writes, which a standby does
-#: not have: 0A000, as for a plan that a migration has made void.
-_LEFT = ("0A000", "25006", "57P01", "57P02", "57P03")
+#: not have: 0A000, as for a plan that a migration has made void. And 26000: a session that was
+#: reset beneath us has forgotten what psycopg takes for prepared there, and would fail each time.
+_LEFT = ("0A000", "26000", "25006", "57P01", "57P02", "57P03")
 
 
 def _leave_what_cannot_be_written(dialect: Dialect) -> None:

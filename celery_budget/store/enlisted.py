@@ -21,6 +21,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from celery_budget.errors import EnlistError, SchemaError, StoreError
 from celery_budget.store.callers import caller_of
+from celery_budget.store.distributed import check_one_root
 from celery_budget.store.drivers import AUTOCOMMIT, FAILED, lent
 from celery_budget.store.engine import PREPARATIONS, Store, enlisted, state_of
 from celery_budget.store.unready import Unready
@@ -39,12 +40,14 @@ class Enlisted:
     """The transaction that a caller's connection is in.
 
     :param given: a SQLAlchemy session or connection, a psycopg, sqlite3 or Django connection.
+    :param root: whose rows are changed in it.
     :param any_isolation: whether it may be above READ COMMITTED.
     :raises EnlistError: for anything else.
     """
 
-    def __init__(self, store: Store, given: Any, any_isolation: bool) -> None:
+    def __init__(self, store: Store, given: Any, root: str, any_isolation: bool) -> None:
         self._store = store
+        self._root = root
         self._caller = caller_of(given)
         if self.is_async and find_spec("greenlet") is None:
             raise EnlistError(
@@ -183,6 +186,8 @@ class Enlisted:
 
         :raises EnlistError: where the transaction, or in the block the savepoint it was opened in,
             has ended.
+        :raises DistributionError: where the ledger is distributed, and the transaction has changed
+            another root.
         :raises StoreError: for whatever the database refuses. As with any other error nothing was
             changed, and the transaction goes on.
         """
@@ -261,7 +266,9 @@ class Enlisted:
     def _hold_time_out(self, connection: Connection) -> str | None:
         if self._store.dialect == "sqlite":
             return None
-        row = connection.execute(_SWAP_TIME_OUT, {"ms": str(self._store.lock_ms)}).one()
+        given = {"ms": str(self._store.lock_ms), "root": self._root}
+        row = connection.execute(_SWAP_TIME_OUT, given).one()
+        check_one_root(connection, {self._root, row.root or self._root})
         return str(row.before)
 
     def _roll_back(self) -> None:
@@ -310,8 +317,10 @@ _IDENTITY = (
     " (SELECT CAST(oid AS bigint) FROM pg_database WHERE datname = current_database()) AS database,"
     " CAST(CAST(to_regclass('budget_reservations') AS oid) AS bigint) AS table_oid"
 )
+#: The root stays with what is done there: it is forgotten with the savepoint, or the transaction.
 _SWAP_TIME_OUT = sa.text(
-    "SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', :ms, true)"
+    "SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', :ms, true),"
+    " current_setting('budget.root', true) AS root, set_config('budget.root', :root, true)"
 )
 _SET_TIME_OUT = sa.text("SELECT set_config('lock_timeout', :ms, true)")
 

@@ -40,6 +40,7 @@ from celery_budget.store.silent import Silent
 
 __all__ = [
     "REPLAY_LEASES",
+    "SUSPECTED_AT_ONCE",
     "OpenAttempt",
     "abandon",
     "conclude",
@@ -56,6 +57,9 @@ __all__ = [
 
 #: Why a request ends whose message nobody started, however often it was published.
 UNDELIVERED = "undelivered"
+
+#: How many leases that are over are noted in a transaction.
+SUSPECTED_AT_ONCE = 1000
 
 #: A replay may take this many leases before the message is published once more.
 REPLAY_LEASES = 2
@@ -142,24 +146,26 @@ def undelivered(connection: Connection, root: str, seen: Silent) -> bool:
     return True
 
 
-def suspect(connection: Connection, root: str, lease_us: int) -> None:
+def suspect(connection: Connection, root: str, lease_us: int) -> bool:
     """Note which leases are over that were not the last time; the first look at them.
+
+    :data:`SUSPECTED_AT_ONCE` of them, the longest ones first; true where there may be more.
 
     Where nobody has looked for half a lease, the ledger was away, or the machine stood still, and
     workers could not renew them either: they are extended by that time, up to a whole lease from
-    now. Locks the root's row of the sweeps, then those attempts; what another sweep or a worker has
-    locked is passed by.
+    now. Until all of those are, nobody has looked. Locks the root's row of the sweeps, then those
+    attempts; what another sweep or a worker has locked is passed by.
     """
     mine = sweeps.c.root == root
     last = connection.execute(
         sa.select(now_us() - sweeps.c.seen_us).where(mine).with_for_update(skip_locked=True)
     ).scalar()
     if last is None and not insert_new(connection, sweeps, root=root, seen_us=now_us()):
-        return
-    connection.execute(sweeps.update().where(mine).values(seen_us=now_us()))
+        return False
     gap_us = int(last or 0)
+    extends = gap_us >= lease_us // 2
     until: Any = attempts.c.lease_until_us
-    if gap_us >= lease_us // 2:
+    if extends:
         # No CASE: a distributed ledger takes no clock in one.
         least = sa.func.least if connection.dialect.name == "postgresql" else sa.func.min
         until = least(until + gap_us, now_us() + lease_us)
@@ -173,10 +179,14 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
             attempts.c.lease_until_us <= instant(),
             attempts.c.suspected_us.is_(None),
         )
+        .order_by(attempts.c.lease_until_us)
+        # Written out: of a parameter PostgreSQL takes a tenth of all for what there is.
+        .limit(sa.literal_column(str(SUSPECTED_AT_ONCE)))
         .with_for_update(skip_locked=True)
         .cte("over")
     )
-    connection.execute(
+    # Counted by rows: SQLite's driver counts none of a statement that begins with what it reads.
+    suspected = connection.execute(
         attempts.update()
         .where(
             attempts.c.root == root,
@@ -187,7 +197,12 @@ def suspect(connection: Connection, root: str, lease_us: int) -> None:
             ),
         )
         .values(suspected_us=now_us(), lease_until_us=until)
-    )
+        .returning(attempts.c.attempt)
+    ).all()
+    more = len(suspected) == SUSPECTED_AT_ONCE
+    if not (extends and more):
+        connection.execute(sweeps.update().where(mine).values(seen_us=now_us()))
+    return more
 
 
 def lapsed(connection: Connection, root: str, limit: int, second_us: int) -> list[OpenAttempt]:
@@ -195,17 +210,30 @@ def lapsed(connection: Connection, root: str, limit: int, second_us: int) -> lis
 
     :param second_us: how long after the first look that is: a worker renews as often.
     """
-    rows = connection.execute(
-        select_open()
+    # Their keys first, and so few: of the join PostgreSQL may read all that ever was requested. And
+    # between two times: what is only before one it takes for a third of all there ever was.
+    over = (
+        sa.select(attempts.c.reservation_id, attempts.c.attempt)
         .where(
             attempts.c.root == root,
-            attempts.c.lease_until_us.is_not(None),
-            attempts.c.lease_until_us <= instant(),
+            attempts.c.lease_until_us.between(0, instant()),
             attempts.c.suspected_us <= instant() - second_us,
             sa.func.coalesce(attempts.c.outcome, "") != UNCERTAIN,
         )
         .order_by(attempts.c.lease_until_us)
         .limit(limit)
+    )
+    keys = [tuple(row) for row in connection.execute(over)]
+    if not keys:
+        return []
+    rows = connection.execute(
+        select_open()
+        .where(
+            attempts.c.root == root,
+            sa.tuple_(attempts.c.reservation_id, attempts.c.attempt).in_(keys),
+            attempts.c.lease_until_us.is_not(None),
+        )
+        .order_by(attempts.c.lease_until_us)
     )
     return [OpenAttempt(**row._mapping) for row in rows]
 

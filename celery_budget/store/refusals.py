@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.reservations import Refused, ReserveRequest
 from celery_budget.core.tallies import DAY_US
+from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import AT_ONCE
 from celery_budget.store.schema import instant, now_us, refusals
 
@@ -24,6 +25,9 @@ __all__ = ["SLOTS", "fold", "note_refusals", "note_turned_away"]
 
 #: Rows a day for each budget, stage and reason; as many as the function ``budget_reserve`` has.
 SLOTS = 16
+#: And over so many more by transactions that are lent to us: they may hold theirs for long, and who
+#: is refused meanwhile must not wait for them.
+LENT_SLOTS = 1008
 
 
 def note_refusals(
@@ -33,6 +37,7 @@ def note_refusals(
 
     A repeat of the same call, after a lost answer, is not counted again.
     """
+    lent = is_lent(connection)
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for request, outcome in refused:
         row = _row(
@@ -44,6 +49,9 @@ def note_refusals(
             request.task_name,
             outcome.requested,
         )
+        if lent:
+            some = int.from_bytes(request.reservation_id.bytes[-2:], "big")
+            row["slot"] = SLOTS + some % LENT_SLOTS
         row |= {
             "limit_amount": outcome.limit,
             "reserved": outcome.reserved,

@@ -30,11 +30,11 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
     :raises InvalidAmount: where the sum is more than a balance can hold.
     """
     mine = where(root, key)
+    if connection.execute(sa.select(balances.c.stripe).where(mine)).first() is None:
+        # Before any of the window's rows is locked: the budget's comes first.
+        restore_window(connection, root, key.budget, key.window_us, key.stripe)
     lock_balances(connection, root, [replace(key, stripe=WHOLE)])
-    row = connection.execute(sa.select(balances).where(mine).with_for_update()).first()
-    if row is None:
-        restore_window(connection, root, key.budget, key.window_us)
-        row = connection.execute(sa.select(balances).where(mine).with_for_update()).one()
+    row = connection.execute(sa.select(balances).where(mine).with_for_update()).one()
     reserved, settled = _sums(connection, lines, root, key, lines.c.reserved, lines.c.settled)
     (adjusted,) = _sums(connection, adjustments, root, key, adjustments.c.amount)
     spent = settled + adjusted

@@ -38,6 +38,7 @@ from celery_budget.store.batch import (
     repeated,
     reserve_many,
 )
+from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import insert_new
 from celery_budget.store.journal import who
 from celery_budget.store.prepared import (
@@ -224,7 +225,7 @@ _RESERVE = Statement(
     " :body, :envelope, :rank, :order_key, :broker, CAST(:deadline_us AS bigint),"
     " CAST(:within_us AS bigint),"
     " CAST(:shadows AS text), :tenant, :weight, CAST(:bound AS bigint), :queues,"
-    " :note, :who, :lock_ms) AS r"
+    " :note, :who, :lock_ms, :lent) AS r"
     # What was there writes nothing, and is told as what is admitted is.
     f" WHERE CASE WHEN r.outcome IN ('existing', 'parked') THEN {REPLICATED} ELSE true END",
     given={
@@ -247,6 +248,7 @@ _RESERVE = Statement(
         "note": BOOLEAN,
         "who": TEXT,
         "lock_ms": TEXT,
+        "lent": BOOLEAN,
     },
     found=ANSWERED,
 )
@@ -284,6 +286,7 @@ def _reserve_postgresql(
             "note": note,
             "who": who(),
             "lock_ms": str(lock_ms),
+            "lent": is_lent(connection),
         },
     )
     return answer(connection, request, row)
@@ -317,7 +320,7 @@ def answer(connection: Connection, request: ReserveRequest, row: Any) -> Tried:
     if row.outcome in ("unknown", "window"):
         raise declaring.not_ready(request.root, names)
     if row.outcome == "uncounted":
-        raise uncounted(request.root)
+        raise uncounted(request.root, row.limit_amount)
     if row.outcome == "backlog":
         return Backlogged(row.requested, row.limit_amount)
     if row.outcome == "lane":

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.store.attempts import of_reservation
 from celery_budget.store.schema import attempts, instant, now_us, outbox, reservations
 
 __all__ = [
@@ -31,6 +30,9 @@ __all__ = [
     "started",
     "unstarted",
 ]
+
+#: Of how many open attempts a look at what workers have in hand is.
+IN_HAND = 10_000
 
 #: A message that has waited is looked at again after this part of the time it has waited.
 PART_OF_AGE = 4
@@ -174,9 +176,26 @@ def started(connection: Connection, root: str) -> dict[Lane, int]:
 
     In hand is what runs, or has ended and is not closed. Only messages that were published once
     count: of others nobody knows which copy was delivered; nor what came to a worker without a
-    reservation, which was published before it came into the ledger. Reads open attempts and their
-    messages, however many have ended. Locks nothing.
+    reservation, which was published before it came into the ledger. Of :data:`IN_HAND` attempts,
+    those that were claimed or renewed last: the others may tell more, and do so another time.
+    Locks nothing.
     """
+    in_hand = (
+        sa.select(attempts.c.root, attempts.c.reservation_id, attempts.c.retries)
+        .where(attempts.c.root == root, attempts.c.lease_until_us.is_not(None))
+        .order_by(attempts.c.lease_until_us.desc())
+        .limit(sa.literal_column(str(IN_HAND)))
+        .subquery("in_hand")
+    )
+    # A value for each and no join, for which PostgreSQL may read all that is open.
+    reserved = (
+        sa.select(reservations.c.unreserved.is_(False))
+        .where(
+            reservations.c.root == root,
+            reservations.c.reservation_id == in_hand.c.reservation_id,
+        )
+        .scalar_subquery()
+    )
     rows = connection.execute(
         sa.select(
             outbox.c.broker,
@@ -184,20 +203,18 @@ def started(connection: Connection, root: str) -> dict[Lane, int]:
             outbox.c.rank,
             sa.func.max(outbox.c.published_us).label("published_us"),
         )
-        .select_from(attempts)
-        .join(reservations, of_reservation)
+        .select_from(in_hand)
         .join(
             outbox,
             sa.and_(
-                outbox.c.root == attempts.c.root,
-                outbox.c.reservation_id == attempts.c.reservation_id,
-                outbox.c.retries == attempts.c.retries,
+                outbox.c.root == in_hand.c.root,
+                outbox.c.reservation_id == in_hand.c.reservation_id,
+                outbox.c.retries == in_hand.c.retries,
             ),
         )
         .where(
-            attempts.c.root == root,
-            attempts.c.lease_until_us.is_not(None),
-            reservations.c.unreserved.is_(False),
+            outbox.c.root == root,
+            reserved,
             outbox.c.state == "published",
             outbox.c.publishes == 1,
             # By a clock that has been set back since it tells nothing.

@@ -18,6 +18,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.periods import Period
 from celery_budget.errors import InvalidPeriod
 from celery_budget.events import Logger
+from celery_budget.store.balances import WHOLE, Key, lock_balances
 from celery_budget.store.insert import insert_new
 from celery_budget.store.schema import adjustments, balances, budgets, instant, lines, now_us
 
@@ -67,9 +68,9 @@ def period_of(row: Any) -> Period:
 def open_window(connection: Connection, root: str, name: str) -> None:
     """Make the window of budget ``name`` that is open now, unless it is there.
 
-    Locks the budget's row, so that it is neither closed nor given another period meanwhile. Of two
-    at once, whose hosts may know time zones differently, the second waits for the first to commit,
-    and finds its row.
+    One that is there and lacks rows is given them. Locks the budget's row, so that it is neither
+    closed nor given another period meanwhile. Of two at once, whose hosts may know time zones
+    differently, the second waits for the first to commit, and finds its row.
     """
     row = connection.execute(
         sa.select(budgets)
@@ -80,21 +81,24 @@ def open_window(connection: Connection, root: str, name: str) -> None:
         return
     now = read_now(connection)
     window = period_of(row).window(now)
-    last_end = connection.execute(
-        sa.select(balances.c.end_us)
+    last = connection.execute(
+        sa.select(balances.c.window_us, balances.c.end_us)
         .where(balances.c.root == root, balances.c.budget == name, balances.c.window_us <= now)
         .order_by(balances.c.window_us.desc())
         .limit(1)
-    ).scalar()
+    ).first()
+    last_end = 0 if last is None else last.end_us
     next_start = _begins_after(connection, root, name, now)
-    if last_end is None or last_end <= now:
+    if last is not None and last_end > now:
+        _complete(connection, root, name, last.window_us, last_end, row.spread)
+    else:
         # Rows that are there stay as they are: those of another period, or made by a host whose
         # time zones are of another version.
         insert_window(
             connection,
             root,
             name,
-            max(window.start_us, last_end or 0),
+            max(window.start_us, last_end),
             min(window.end_us, next_start or window.end_us),
             row.spread,
         )
@@ -144,6 +148,32 @@ def insert_window(
     if made and rows > 1:
         _add_rows(connection, root, name, rows, balances.c.window_us == start_us)
     return made
+
+
+def _complete(
+    connection: Connection, root: str, name: str, start_us: int, end_us: int, rows: int
+) -> None:
+    """Insert the rows that a window of ``name`` lacks, if any, with nothing in them.
+
+    Where it has several the next admission shares what is left anew. Locks those that are there;
+    the caller holds the budget's row.
+    """
+    window = sa.and_(
+        balances.c.root == root, balances.c.budget == name, balances.c.window_us == start_us
+    )
+    there = connection.execute(
+        sa.select(sa.func.count()).select_from(balances).where(window, balances.c.stripe < rows)
+    ).scalar_one()
+    if there >= rows:
+        return
+    lock_balances(connection, root, [Key(name, start_us, WHOLE)])
+    insert_window(connection, root, name, start_us, end_us, rows)
+    if rows > 1:
+        _add_rows(connection, root, name, rows, balances.c.window_us == start_us)
+        connection.execute(
+            balances.update().where(window, balances.c.share.is_(None)).values(share=0)
+        )
+        connection.execute(balances.update().where(window).values(basis=UNSHARED))
 
 
 def _add_rows(
@@ -215,10 +245,15 @@ def spread(connection: Connection, root: str, name: str, stripes: int) -> None:
         )
 
 
-def restore_window(connection: Connection, root: str, name: str, start_us: int) -> None:
-    """Insert a window of ``name`` anew whose row was lost, with nothing in it.
+def restore_window(
+    connection: Connection, root: str, name: str, start_us: int, stripe: int = 0
+) -> None:
+    """Insert anew what was lost of a window of ``name``, with nothing in it, with all its rows.
 
-    It ends where its period does, or the next one begins. Locks the budget's row, shared.
+    It ends where its period does, or the next one begins. Locks the budget's row, shared, then
+    those of the window.
+
+    :param stripe: the last row that is known to have been there.
     """
     row = connection.execute(
         sa.select(budgets)
@@ -227,7 +262,8 @@ def restore_window(connection: Connection, root: str, name: str, start_us: int) 
     ).first()
     following = _begins_after(connection, root, name, start_us)
     end_us = start_us if row is None else period_of(row).window(start_us).end_us
-    insert_window(connection, root, name, start_us, min(end_us, following or end_us))
+    rows = max(stripe + 1, 1 if row is None else row.spread)
+    _complete(connection, root, name, start_us, min(end_us, following or end_us), rows)
 
 
 def retime(connection: Connection, root: str, name: str, period: Period) -> None:

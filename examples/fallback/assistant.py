@@ -7,45 +7,20 @@ be crossed:
 - The free budget's limit is 950: a hard stop under the plan's ceiling. Its soft stop is at eighty
   per cent: new questions may take 760, and what is above is for what has been started.
 - The paid budget is the one way out when the free one is used up, and it is metered the same way.
-
-Everything lives in one folder, named by ``BUDGET_FALLBACK_FOLDER``.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from celery import Celery
 
 from celery_budget import BudgetExceeded, CeleryBudget, budgeted, usage
-
-FOLDER = "BUDGET_FALLBACK_FOLDER"
+from examples import local
 
 app = Celery("assistant")
 budget = CeleryBudget(app)
-
-
-def configure(folder: Path) -> None:
-    """Keep everything the application needs in ``folder``."""
-    messages, results = folder / "messages", folder / "results"
-    for path in (messages, results):
-        path.mkdir(exist_ok=True)
-    app.conf.update(
-        broker_url="filesystem://",
-        broker_transport_options={
-            "data_folder_in": str(messages),
-            "data_folder_out": str(messages),
-            "processed_folder": str(folder / "processed"),
-            "control_folder": str(folder / "control"),
-            "polling_interval": 0.05,
-        },
-        result_backend=f"file://{results}",
-        worker_enable_remote_control=False,
-        budget_database_url=f"sqlite:///{folder / 'ledger.db'}",
-        budget_poll_seconds=0.05,
-    )
+local.keep_in(app)  # Put your broker, result backend and database here.
 
 
 def declare() -> None:
@@ -73,7 +48,3 @@ def answer(self: Any, question: str, tenant: str) -> str:
         return f"{lane}: as good an answer as it gets"
     usage.record(60, key="second try")
     return f"{lane}, then paid: a good answer"
-
-
-if FOLDER in os.environ:
-    configure(Path(os.environ[FOLDER]))

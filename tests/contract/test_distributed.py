@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
 
-from celery_budget import CeleryBudget, DistributionError, reconcile
+from celery_budget import CeleryBudget, DistributionError, budgeted, reconcile
 from celery_budget.integration.checkup import collect
 from celery_budget.store import Store, distributed, migrate, schema
 from tests.contract.roots import body_faults, faults
@@ -136,6 +137,50 @@ def test_a_file_of_several_roots_is_refused_as_a_whole(installed: CeleryBudget) 
     with pytest.raises(DistributionError, match="'one', 'two' in one transaction"):
         installed.apply(text)
     assert installed.declared(["one", "two"]) == {"one": [], "two": []}
+
+
+def _draft() -> None: ...
+
+
+def enlist_both(made: CeleryBudget) -> tuple[int, ...]:
+    """Publish under two roots in one transaction, and once more under the second; what each holds.
+
+    What is refused there leaves the transaction as it was.
+    """
+    roots = [made.settings.root, f"root-{uuid4().hex[:12]}"]
+    url = made.settings.database_url
+    apps = [make_app(budget=False, budget_database_url=url, budget_root=root) for root in roots]
+    budgets = [CeleryBudget(app) for app in apps]
+    engine = sa.create_engine(url)
+    try:
+        tasks = [
+            budgeted(budget="b", estimate=10)(app.task(name="shop.draft", shared=False)(_draft))
+            for app in apps
+        ]
+        for budget in budgets:
+            budget.set("b", limit=100, unit="tokens")
+        with engine.begin() as connection:
+            for number in (0, 1, 0):
+                with suppress(DistributionError), budgets[number].enlist(connection):
+                    tasks[number].delay()
+        with engine.begin() as connection, budgets[1].enlist(connection):
+            tasks[1].delay()
+        return tuple(budget.balance("b").reserved for budget in budgets)
+    finally:
+        engine.dispose()
+        for budget in budgets:
+            budget.store.dispose()
+
+
+def test_a_transaction_that_is_enlisted_stays_in_one_root(installed: CeleryBudget) -> None:
+    assert enlist_both(installed) == (20, 10)
+
+
+def test_one_that_is_not_distributed_takes_several_roots(postgres_url: str) -> None:
+    made = CeleryBudget(make_app(budget=False, budget_database_url=postgres_url))
+    made.init()
+    assert enlist_both(made) == (20, 20)
+    made.store.dispose()
 
 
 def test_without_citus_it_is_said_what_to_install(postgres_url: str, sqlite_url: str) -> None:

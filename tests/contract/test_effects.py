@@ -37,7 +37,7 @@ def transaction(ledger: Ledger) -> Iterator[Enlisted]:
     engine = sa.create_engine(url)
     try:
         with engine.connect() as connection:
-            enlisted = Enlisted(ledger.store, connection, any_isolation=False)
+            enlisted = Enlisted(ledger.store, connection, ledger.root, any_isolation=False)
             enlisted.open()
             enlisted.enter()
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace
@@ -171,6 +172,10 @@ def test_a_look_does_not_read_what_has_ended(funded: Ledger) -> None:
         sa.event.remove(engine, "before_cursor_execute", explain)
     assert len(plans) == 3
     assert [plan for plan in plans if "Seq Scan on budget_attempts" in plan] == []
+    # Nor does it expect so many that with more of them it would.
+    expected = re.findall(r"ix_budget_attempts_lease.*? rows=(\d+)", plans[1])
+    assert expected
+    assert all(int(rows) <= 1000 for rows in expected)
 
 
 def test_the_first_sweep_ever_finds_no_gap(funded: Ledger) -> None:
@@ -181,6 +186,47 @@ def test_the_first_sweep_ever_finds_no_gap(funded: Ledger) -> None:
     funded.recover()
     assert funded.rows("attempts")[0].lease_until_us == before
     assert len(funded.rows("sweeps")) == 1
+
+
+def test_leases_that_are_over_are_noted_a_part_at_a_time(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are a transaction is short; the longest ones come first."""
+    monkeypatch.setattr(lapses, "SUSPECTED_AT_ONCE", 2)
+    requests = [funded.start(1)[0] for _ in range(5)]
+    for number, request in enumerate(requests):
+        over(funded, request)
+        key = {"reservation_id": request.reservation_id}
+        funded.put("attempts", {"lease_until_us": 5 - number}, **key)
+    look = (lapses.suspect, funded.root, funded.settings.lease_us)
+    assert funded.store.run(*look)
+    noted = {row.reservation_id for row in funded.rows("attempts") if row.suspected_us is not None}
+    assert noted == {request.reservation_id for request in requests[3:]}
+    assert [funded.store.run(*look) for _ in range(2)] == [True, False]
+    assert suspicions(funded) == [True] * 5
+    # A pass of the sweep goes on until all are, or enough.
+    funded.put("attempts", {"suspected_us": None})
+    funded.recover()
+    assert suspicions(funded) == [True] * 5
+
+
+def test_all_leases_are_extended_after_an_outage(
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has looked until that is so, however many there are."""
+    monkeypatch.setattr(lapses, "SUSPECTED_AT_ONCE", 2)
+    requests = [funded.start(1)[0] for _ in range(5)]
+    lease_us = funded.settings.lease_us
+    funded.recover()
+    funded.put("sweeps", {"seen_us": funded.now() - lease_us})
+    for request in requests:
+        over(funded, request)
+    funded.put("attempts", {"lease_until_us": funded.now() - lease_us // 2, "suspected_us": None})
+    now = funded.now()
+    look = (lapses.suspect, funded.root, lease_us)
+    assert [funded.store.run(*look) for _ in range(3)] == [True, True, False]
+    assert all(row.lease_until_us > now for row in funded.rows("attempts"))
+    assert funded.rows("sweeps")[0].seen_us >= now
 
 
 def test_several_sweeps_look_at_once(funded: Ledger) -> None:

@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+import sqlalchemy as sa
 
+from celery_budget.settings import Settings
+from celery_budget.store import Store, migrate
 from tests.contract.support import RETURNED, Ledger
 from tests.contract.test_backlog import LATER, fill, ledger
+from tests.services.postgres import PostgresServer
 
 __all__ = ["ledger"]
 
@@ -62,3 +66,37 @@ def test_a_backlog_that_comes_at_once_is_not_read_whole(ledger: Ledger) -> None:
         work(ledger)
 
     assert read_whole(ledger, burst) < 10_000
+
+
+#: How a request's rows are asked for.
+ROWS = {
+    "budget_reservations": "root = :root AND reservation_id = :id",
+    "budget_lines": "root = :root AND reservation_id = :id",
+    "budget_balances": "root = :root AND budget = 'b' AND window_us = 0 AND stripe = 0",
+}
+
+
+def test_rows_are_found_by_their_key_before_anybody_has_analyzed_the_tables(
+    postgres_server: PostgresServer,
+) -> None:
+    url = postgres_server.create_database()
+    store = Store(url)
+    try:
+        store.run(migrate.upgrade)
+        with store.apart() as connection:
+            for table in ROWS:
+                connection.exec_driver_sql(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
+        ledger = Ledger(store, Settings(url))
+        ledger.set("b", None)
+        requests = [ledger.reserve(1) for _ in range(150)]
+        of = {"root": ledger.root, "id": requests[0].reservation_id}
+        for table, where in ROWS.items():
+            # The plan that a session keeps.
+            with store.transaction() as connection:
+                connection.exec_driver_sql("SET LOCAL plan_cache_mode = force_generic_plan")
+                asked = f"EXPLAIN SELECT * FROM {table} WHERE {where} FOR NO KEY UPDATE"  # noqa: S608 - constants
+                plan = " ".join(row[0] for row in connection.execute(sa.text(asked), of))
+            assert f"using pk_{table} " in plan
+    finally:
+        store.dispose()
+        postgres_server.drop_database(url)

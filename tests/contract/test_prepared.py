@@ -138,12 +138,45 @@ def test_what_no_database_takes_is_ours_and_final(store: Store, kind: Any, value
     assert not caught.value.retryable
 
 
-def test_a_name_the_server_has_forgotten_is_made_anew(postgres_server: Any) -> None:
-    store = Store(f"{postgres_server.url}?prepare_threshold=0", pool_size=1)
-    session = store.run_statement(SESSION.one, {"n": 1}).it
-    store.run_statement(lambda connection: connection.exec_driver_sql("DEALLOCATE ALL"))
-    assert store.run_statement(SESSION.one, {"n": 1}).it == session
+@pytest.mark.parametrize("reset", ["DEALLOCATE ALL", "DISCARD ALL"])
+def test_names_the_server_has_forgotten_are_made_anew(postgres_server: Any, reset: str) -> None:
+    """As where a proxy resets the sessions that it lends to one after another."""
+    store = Store(f"{postgres_server.url}?prepare_threshold=1", pool_size=1)
+
+    def ask() -> int:
+        # Once: what fails is not tried again.
+        with store.statement() as connection:
+            return int(SESSION.one(connection, {"n": 1}).it)
+
+    session = ask()
+    for _ in range(3):
+        assert [ask(), ask(), ask()] == [session] * 3
+        # Past psycopg, which would forget its own names with it.
+        with store.statement() as connection:
+            connection.connection.driver_connection.pgconn.exec_(reset.encode())
     store.dispose()
+
+
+def test_who_only_reads_leaves_what_is_prepared(postgres_server: Any) -> None:
+    store = Store(f"{postgres_server.url}?prepare_threshold=0", pool_size=1)
+    store.run_statement(SESSION.one, {"n": 1})
+    store.read(lambda connection: connection.execute(ONE).scalar_one())
+    assert names(store) == 1
+    store.dispose()
+
+
+def test_what_psycopg_has_prepared_itself_is_prepared_again(postgres_server: Any) -> None:
+    """By another connection: where nothing is rolled back it keeps its names for good."""
+    store = Store(f"{postgres_server.url}?prepare_threshold=0", pool_size=1)
+    for run in (store.run_statement, store.run):
+        for _ in range(2):
+            assert run(lambda connection: connection.execute(ONE).scalar_one()) == 1
+            with store.statement() as connection:
+                connection.connection.driver_connection.pgconn.exec_(b"DISCARD ALL")
+    store.dispose()
+
+
+ONE = sa.text("SELECT 1")
 
 
 def test_connections_that_were_cut_are_left_by_all(store: Store) -> None:

@@ -358,7 +358,8 @@ def test_ten_thousand_messages_pass_one_that_is_poisonous(ledger: Ledger) -> Non
     one, passes = a_relay(ledger), 0
     while one.run_once(NEVER).again:
         passes += 1
-    assert passes == 10
+    # One is of several batches where that saves time.
+    assert passes <= 10
     assert len(ledger.broker.published) == 10_000
     [left] = ledger.rows("outbox")
     assert left.task_id == poison.task_id
@@ -641,6 +642,94 @@ def test_what_was_published_is_marked_once_the_store_is_back(
     assert one.run_once(NEVER) == Relayed(published=1, taken=1)
     assert funded.broker.published == [request.task_id for request in (*requests, later)]
     assert [funded.state(request) for request in (*requests, later)] == ["published"] * 3
+
+
+@pytest.fixture
+def beside(funded: Ledger, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """Two messages are a batch, and enough to mark while the next one is taken."""
+    if funded.store.dialect == "sqlite":
+        pytest.skip("SQLite has one writer, which marks before it takes")
+    funded.settings = replace(funded.settings, batch_size=2)
+    monkeypatch.setattr(relay, "BESIDE", 2)
+    return funded
+
+
+def test_a_batch_is_marked_while_the_next_one_is_published(
+    beside: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [beside.reserve(1) for _ in range(5)]
+    mark, goes_on = claims.mark_published, threading.Event()
+
+    def publish(message: WireMessage) -> None:
+        if message.task_id == requests[2].task_id:
+            goes_on.set()
+
+    def marked(*args: Any) -> int:
+        assert goes_on.wait(60)
+        return mark(*args)
+
+    beside.broker.on_publish = publish
+    monkeypatch.setattr(relay.claims, "mark_published", marked)
+    relayed = a_relay(beside).run_once(NEVER)
+    assert (relayed.published, relayed.again) == (5, False)
+    assert beside.broker.published == [request.task_id for request in requests]
+    assert {beside.state(request) for request in requests} == {"published"}
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_could_not_be_marked_meanwhile_is_marked_after(
+    beside: Ledger, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once more when it is waited for, or with the next pass; nothing is taken before that."""
+    requests = [beside.reserve(1) for _ in range(5)]
+    mark, tried = claims.mark_published, []
+
+    def down(*args: Any) -> int:
+        tried.append(args)
+        if len(tried) <= failures:
+            raise StoreError("down", retryable=False)
+        return mark(*args)
+
+    monkeypatch.setattr(relay.claims, "mark_published", down)
+    one = a_relay(beside)
+    if failures > 1:
+        with pytest.raises(StoreError, match="down"):
+            one.run_once(NEVER)
+    while one.run_once(NEVER).again:
+        pass
+    assert beside.broker.published == [request.task_id for request in requests]
+    assert {beside.state(request) for request in requests} == {"published"}
+
+
+def test_a_relay_that_stops_waits_for_what_is_being_marked(
+    beside: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [beside.reserve(1) for _ in range(4)]
+    hangs, answers = threading.Event(), threading.Event()
+    mark, marked = claims.mark_published, []
+
+    def slow(*args: Any) -> int:
+        assert hangs.wait(60)
+        marked.append(args)
+        return mark(*args)
+
+    def stall(message: WireMessage) -> None:
+        if message.task_id == requests[2].task_id:
+            hangs.set()
+            assert answers.wait(60)
+
+    monkeypatch.setattr(relay.claims, "mark_published", slow)
+    beside.broker.on_publish = stall
+    one = a_relay(beside)
+    thread = threading.Thread(target=lambda: one.run_once(NEVER))
+    thread.start()
+    assert hangs.wait(60)
+    one.hand_back()
+    assert len(marked) == 1
+    assert [beside.state(request) for request in requests[:2]] == ["published"] * 2
+    answers.set()
+    thread.join()
+    assert beside.state(requests[2]) == "published"
 
 
 @pytest.mark.parametrize("keys", [None, 3])

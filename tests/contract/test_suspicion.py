@@ -357,19 +357,19 @@ def test_a_backend_that_fails_keeps_what_is_lost(wide: Ledger) -> None:
     assert wide.recover() == Recovered(republished=1)
 
 
-def test_what_runs_is_not_read_in_each_pass_where_that_takes_long(
+def test_of_very_many_that_run_those_tell_that_began_last(
     wide: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anything given up by it: what was overtaken is found when its turn comes."""
     overtaken = publish(wide)
-    sweep = wide.suspicion()
-    with monkeypatch.context() as patched:
-        patched.setattr(suspicion, "SLOW_SECONDS", -1.0)
-        patched.setattr(suspicion, "REST", 1_000_000)
-        assert wide.recover(sweep) == Recovered()
-    wide.run(publish(wide, HOUR_US // 2))
-    for rested, done in ((False, Recovered()), (True, Recovered(republished=1))):
-        if rested:
-            sweep._see_at = 0.0
-        wait(wide, overtaken, HOUR_US)
-        assert wide.recover(sweep) == done
+    first, last = publish(wide, HOUR_US // 2), publish(wide, HOUR_US // 2)
+    wide.put("outbox", {"queue": "other"}, task_id=last.task_id)
+    wide.run(first)
+    monkeypatch.setattr(silent, "IN_HAND", 1)
+    wide.run(last)
+    wide.put("attempts", {"lease_until_us": wide.now() + 1}, reservation_id=first.reservation_id)
+    assert {lane[1] for lane in wide.store.read(silent.started, wide.root)} == {"other"}
+    assert wide.recover() == Recovered()
+    # Another time it is the others.
+    monkeypatch.setattr(silent, "IN_HAND", 2)
+    wait(wide, overtaken, HOUR_US)
+    assert wide.recover() == Recovered(republished=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
 from uuid import uuid4
@@ -31,6 +32,15 @@ PERIODS = ("total", "minute", "hour", "day", "week", "month")
 def daily(ledger: Ledger) -> Ledger:
     """A ledger whose budget ``b`` has 100 tokens a day."""
     ledger.set("b", 100, period="day")
+    return ledger
+
+
+@pytest.fixture
+def noon(ledger: Ledger) -> Ledger:
+    """The same, where it is about noon: the next window is not made ahead."""
+    east = (12 - datetime.now(timezone.utc).hour + 11) % 24 - 11
+    # The names of these zones say how far they are behind.
+    ledger.set("b", 100, period="day", timezone=f"Etc/GMT{-east:+d}")
     return ledger
 
 
@@ -375,15 +385,15 @@ def test_one_made_ahead_is_used_when_its_time_comes(ledger: Ledger) -> None:
     ids=["nothing", "asked for nothing", "held", "spent", "adjusted", "given back"],
 )
 def test_empty_windows_go_when_they_have_ended(
-    daily: Ledger, touch: Callable[[Ledger], Any], goes: bool
+    noon: Ledger, touch: Callable[[Ledger], Any], goes: bool
 ) -> None:
-    touch(daily)
-    daily.age("b", 2 * DAY_US)
-    daily.reserve(7)
-    before = daily.windows()
-    assert daily.upkeep().pruned == goes
-    assert daily.windows() == (before[1:] if goes else before)
-    assert daily.balance() == (7, 0)
+    touch(noon)
+    noon.age("b", 2 * DAY_US)
+    noon.reserve(7)
+    before = noon.windows()
+    assert noon.upkeep().pruned == goes
+    assert noon.windows() == (before[1:] if goes else before)
+    assert noon.balance() == (7, 0)
 
 
 def test_a_window_stays_while_someone_may_be_looking_at_it(daily: Ledger) -> None:

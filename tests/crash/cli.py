@@ -19,10 +19,10 @@ __all__ = ["main"]
 _matrix: Matrix | None = None
 
 
-def _run(number: int, seed: int) -> Outcome:
+def _run(number: int, seed: int, stripes: int) -> Outcome:
     """Run a cell on the servers of this process, which end with it."""
     global _matrix  # noqa: PLW0603 - one for each process of the pool
-    _matrix = _matrix or Matrix()
+    _matrix = _matrix or Matrix(stripes)
     return _matrix.run(number, seed)
 
 
@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=numbers, default=[1], help="each cell once for each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument("--logs", type=Path, help="a folder for the logs of what was wrong")
+    parser.add_argument("--stripes", type=int, default=1, help="rows that each budget has")
     parser.add_argument("--list", action="store_true", help="only list the cells")
     given = parser.parse_args()
     cells = [
@@ -56,7 +57,11 @@ def main() -> int:
     began, outcomes = time.monotonic(), []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, given.jobs), mp_context=context) as pool:
-        runs = [pool.submit(_run, number, seed) for seed in given.seeds for number in cells]
+        runs = [
+            pool.submit(_run, number, seed, given.stripes)
+            for seed in given.seeds
+            for number in cells
+        ]
         for run in as_completed(runs):
             outcomes.append(run.result())
             _tell(str(outcomes[-1]))

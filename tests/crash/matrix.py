@@ -74,7 +74,8 @@ class Outcome:
 class Matrix(AbstractContextManager["Matrix"]):
     """Runs cells one after another on servers of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, stripes: int = 1) -> None:
+        self._stripes = stripes
         # What a killed server has written is with the system; it need not be on the disk.
         self._postgres = PostgresServer(settings={"fsync": "off"})
         self._redis = RedisServer()
@@ -193,8 +194,8 @@ class Matrix(AbstractContextManager["Matrix"]):
             app = make_app({**SETTINGS, LEDGER: url, "crash_journal": ""})
             budget = installed_on(app)
             budget.init()
-            budget.set("tenant:a", limit=LIMIT, unit="tokens")
-            budget.set("tenant:tight", limit=TIGHT, unit="tokens")
+            budget.set("tenant:a", limit=LIMIT, unit="tokens", stripes=self._stripes)
+            budget.set("tenant:tight", limit=TIGHT, unit="tokens", stripes=self._stripes)
             with budget.store.transaction() as connection:
                 connection.execute(sa.text("CREATE TABLE work (word TEXT)"))
             budget.store.dispose()

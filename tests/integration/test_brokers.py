@@ -566,16 +566,17 @@ def test_a_connection_that_ends_within_a_window_leaves_its_messages_in_doubt(
     draft = budgeted_task(shop)
     warm(shop, draft)
     wanted = [draft.delay().id for _ in range(6)]
-    send = ways.Confirmed._send
+    write = ways.Confirmed._write
 
-    def cut(self: Any, number: int, parcel: Any) -> None:
-        send(self, number, parcel)
-        if number == 3:
+    def cut(self: Any, begin: int, parcels: Any) -> None:
+        write(self, begin, parcels)
+        if begin == 0:
             own_rabbitmq.close_connections()
 
     windows.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(ways.Confirmed, "_send", cut)
+        patched.setattr(ways, "TOGETHER", 4)
+        patched.setattr(ways.Confirmed, "_write", cut)
         first = shop.relay()
     assert windows == [6]
     assert first.broker_down

@@ -259,9 +259,12 @@ def test_one_that_does_not_know_the_command_lacks_the_extension() -> None:
     [
         ("readme/shop.py", "SHOP_FOLDER"),
         ("demo/indexer.py", "BUDGET_DEMO_FOLDER"),
-        ("fallback/assistant.py", "BUDGET_FALLBACK_FOLDER"),
+        ("fallback/assistant.py", "EXAMPLE_FOLDER"),
+        ("fastapi/front.py", "EXAMPLE_FOLDER"),
+        ("pipeline/papers.py", "EXAMPLE_FOLDER"),
+        ("provider/ask.py", "EXAMPLE_FOLDER"),
     ],
-    ids=["readme", "demo", "fallback"],
+    ids=["readme", "demo", "fallback", "fastapi", "pipeline", "provider"],
 )
 def test_the_examples_have_no_errors(
     path: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

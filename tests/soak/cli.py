@@ -18,10 +18,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="chooses weights, ends and trouble")
     parser.add_argument("--broker", choices=("redis", "rabbitmq"), default="redis")
     parser.add_argument("--workers", type=int, default=2, help="with two processes each")
+    parser.add_argument("--stripes", type=int, default=1, help="rows that each budget has")
     given = parser.parse_args()
     if given.jobs < 20 or given.workers < 1:
         parser.error("give --jobs at least 20 and --workers at least 1")
-    with Soak(given.jobs, given.seed, given.broker, given.workers) as soaked:
+    with Soak(given.jobs, given.seed, given.broker, given.workers, given.stripes) as soaked:
         soaked.run()
         verdict = soaked.judge()
     sys.stdout.write(told(verdict, given.jobs, given.seed) + "\n")

@@ -113,14 +113,18 @@ class Soak(AbstractContextManager["Soak"]):
 
     :param broker: ``redis`` or ``rabbitmq``.
     :param workers: how many, with two processes each.
+    :param stripes: how many rows each budget has.
     :ivar planned: its jobs.
     """
 
-    def __init__(self, jobs: int, seed: int, broker: str = "redis", workers: int = 2) -> None:
+    def __init__(
+        self, jobs: int, seed: int, broker: str = "redis", workers: int = 2, stripes: int = 1
+    ) -> None:
         self.planned = plan(jobs, seed)
         self._seed = seed
         self._broker = broker
         self._workers = workers
+        self._stripes = stripes
         self._stack = ExitStack()
         self.cluster: Cluster
         self._clients: dict[str, Client] = {}
@@ -169,7 +173,7 @@ class Soak(AbstractContextManager["Soak"]):
 
         :raises AssertionError: where that does not come; with the ends of all logs.
         """
-        _declare(self.cluster, self.planned)
+        _declare(self.cluster, self.planned, self._stripes)
         self._ceilings = Ceilings(self.cluster)
         self._chaos = Chaos(self.cluster, self.cluster.conf["result_backend"], self._seed)
         self._clients = {
@@ -235,7 +239,7 @@ class Soak(AbstractContextManager["Soak"]):
         )
 
 
-def _declare(cluster: Cluster, planned: Sequence[Job]) -> None:
+def _declare(cluster: Cluster, planned: Sequence[Job], stripes: int) -> None:
     budget = cluster.budget
     with budget.store.transaction() as connection:
         connection.exec_driver_sql("CREATE TABLE work (job integer NOT NULL)")
@@ -243,7 +247,7 @@ def _declare(cluster: Cluster, planned: Sequence[Job]) -> None:
         used = sum(job.charged for job in planned if job.tenant == tenant.name)
         heaviest = max(job.estimate for job in planned)
         limit = max(used * tenant.funded // 100, heaviest)
-        budget.set(f"tenant:{tenant.name}", limit=limit, unit="units")
+        budget.set(f"tenant:{tenant.name}", limit=limit, unit="units", stripes=stripes)
     budget.lanes.set(QUEUE, queues=(QUEUE,), **LANE)
 
 

@@ -27,8 +27,9 @@ def test_a_plan_has_every_tenant_stage_and_fate() -> None:
 
 
 @pytest.mark.fault
-def test_a_short_soak_ends_as_planned_and_its_verdict_sees_what_does_not() -> None:
-    with Soak(JOBS, SEED) as soaked:
+@pytest.mark.parametrize("stripes", [1, 4])
+def test_a_short_soak_ends_as_planned_and_its_verdict_sees_what_does_not(stripes: int) -> None:
+    with Soak(JOBS, SEED, stripes=stripes) as soaked:
         soaked.run()
         verdict = soaked.judge()
         assert verdict.problems == []

@@ -7,15 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from amqp.exceptions import MessageNacked, NotFound
+from amqp.exceptions import (
+    FrameSyntaxError,
+    MessageNacked,
+    NotFound,
+    RecoverableConnectionError,
+)
 from celery import Celery
 
 from celery_budget.core.messages import WireMessage
+from celery_budget.integration import frames, ways
 from celery_budget.integration.capture import Envelope
 from celery_budget.integration.parcels import Parcel
 from celery_budget.integration.ways import UNANSWERED, UNSENT, Confirmed
 
 APP = Celery("ways", set_as_current=False)
+#: What is in the first frame of each message, and nowhere else here.
+METHOD = frames.method("x", "k", True, False)
 
 
 class Channel:
@@ -23,19 +31,19 @@ class Channel:
 
     def __init__(self) -> None:
         self.events: dict[str, set[Any]] = defaultdict(set)
-        self.sent: list[str] = []
+        self.calls: list[bytes] = []
         self.said: list[tuple[Any, ...]] = []
+        self.channel_id = 1
+        transport = SimpleNamespace(write=self.calls.append)
+        self.connection: Any = SimpleNamespace(transport=transport, frame_max=131_072)
 
     def confirm_select(self) -> None:
         pass
 
-    def prepare_message(self, body: bytes, *_: Any) -> bytes:
-        return body
-
-    def send_method(self, method: Any, form: str, arguments: tuple[Any, ...], body: bytes) -> None:
-        if body == b"unwritable":
-            raise ValueError(body)
-        self.sent.append(arguments[2])
+    @property
+    def sent(self) -> int:
+        """How many messages were written."""
+        return sum(call.count(METHOD) for call in self.calls)
 
     def drain_events(self, timeout: float) -> None:
         if not self.said:
@@ -45,10 +53,10 @@ class Channel:
         hear(*values)
 
 
-def parcel(name: str, body: bytes = b"x") -> Parcel:
-    headers, properties = {"id": name}, {"correlation_id": name}
+def parcel(name: str, **headers: Any) -> Parcel:
+    headers, properties = {"id": name, **headers}, {"correlation_id": name}
     envelope = Envelope("text", "utf-8", headers, properties, None, "x", "k", False, False, [])
-    return Parcel(APP, WireMessage(name, "shop.draft", body, "", "q"), envelope)
+    return Parcel(APP, WireMessage(name, "shop.draft", b"x", "", "q"), envelope)
 
 
 def confirmed(channel: Channel, blocked: bool = False) -> Confirmed:
@@ -111,10 +119,50 @@ def test_what_cannot_be_written_has_no_tag() -> None:
     channel = Channel()
     way = confirmed(channel)
     channel.said = [("ack", 1, False), ("ack", 2, False)]
-    sent = way.send([parcel("a"), parcel("b", b"unwritable"), parcel("c")])
+    sent = way.send([parcel("a"), parcel("b", unwritable=object()), parcel("c")])
     assert (sent[0], sent[2], way.broken) == (None, None, None)
-    assert isinstance(sent[1], ValueError)
-    assert len(channel.sent) == 2
+    assert isinstance(sent[1], FrameSyntaxError)
+    assert channel.sent == 2
+
+
+def test_many_are_sent_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel()
+    way = confirmed(channel)
+    channel.said = [("ack", 4, True)]
+    assert way.send([parcel(name) for name in ABCD]) == [None] * 4
+    assert (len(channel.calls), channel.sent) == (1, 4)
+
+
+def test_the_broker_is_listened_to_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel()
+    way = confirmed(channel)
+    waiting: list[int] = []
+
+    def write(raw: bytes) -> None:
+        waiting.append(len(channel.said))
+        channel.calls.append(raw)
+        channel.said.append(("ack", 0, True))
+
+    channel.connection.transport.write = write
+    monkeypatch.setattr(ways, "TOGETHER", 3)
+    assert way.send([parcel(name) for name in ABCD]) == [None] * 4
+    assert (channel.sent, waiting) == (4, [0, 0])
+
+
+def test_of_a_call_that_fails_nothing_is_known() -> None:
+    def fail(raw: bytes) -> None:
+        raise ConnectionError
+
+    channel = Channel()
+    way = confirmed(channel)
+    channel.connection.transport.write = fail
+    assert way.send([parcel("a"), parcel("b")]) == [UNANSWERED, UNANSWERED]
+    assert isinstance(way.broken, ConnectionError)
+    # Nor is anything sent on a channel that was closed.
+    channel.connection = None
+    way = confirmed(channel)
+    assert way.send([parcel("a"), parcel("b")]) == [UNSENT, UNSENT]
+    assert isinstance(way.broken, RecoverableConnectionError)
 
 
 def test_what_comes_back_under_another_name_is_nobodys_answer() -> None:
@@ -130,8 +178,9 @@ def test_what_comes_back_under_another_name_is_nobodys_answer() -> None:
     assert isinstance(sent, NotFound)
 
 
-def test_a_broker_that_takes_no_more_gets_no_more() -> None:
+def test_a_broker_that_takes_no_more_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = Channel()
+    monkeypatch.setattr(ways, "TOGETHER", 1)
     way = confirmed(channel, blocked=True)
     channel.said = [("ack", 1, False)]
     assert way.send([parcel("a"), parcel("b")]) == [None, UNSENT]

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from celery_budget.errors import BudgetExceeded, StoreError
-from celery_budget.store import schema
+from celery_budget.core.identity import new_id
+from celery_budget.errors import BudgetExceeded, OutboxFull, StoreError
+from celery_budget.store import schema, waiting
+from celery_budget.store.schema import now_us
 from tests.cluster import ROOT, eventually
 from tests.contract.racers import WAIT_SECONDS, Beside, at_once, wait_for_waiting
 from tests.integration.enlist.conftest import Make, parameter
@@ -242,3 +244,93 @@ def test_refusals_are_counted_with_the_transaction(either: Caller) -> None:
             either.client.enlisted(lambda batch: either.draft.delay("a", 11))
         getattr(either.client, end)()
         assert counted() == before + more
+
+
+def beside(caller: Caller, table: sa.Table) -> tuple[int, int]:
+    """How many rows of a table there are, and how many of them nobody holds."""
+    with caller.shop.budget.store.transaction() as connection:
+        rows = connection.execute(sa.select(table)).all()
+        free = connection.execute(sa.select(table).with_for_update(skip_locked=True)).all()
+    return len(rows), len(free)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_all_share_is_not_held_by_a_transaction_that_may_be_long(
+    make_caller: Make, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A relay that sleeps is told by others, counts are made anew by others."""
+    monkeypatch.setattr(waiting, "MOST_COUNTED", 0)
+    caller = make_caller("postgresql", Psycopg)
+    shop = caller.shop
+    queue = shop.app.conf.task_default_queue
+    shop.budget.lanes.set("lane", queues=[queue], max_waiting_jobs=1000)
+    shop.budget.set("tenant:a", limit=None)
+    caller.draft.delay("a")
+    relay = {"root": "default", "relay_id": new_id(), "host": "h", "pid": 1, "started_us": 1}
+    shop.sql(schema.relays.insert().values(**relay, seen_us=now_us(), sleeping=True))
+    for table in (schema.backlog, schema.lane_tallies):
+        shop.sql(table.update().values(counted_us=1))
+    with shop.budget.store.transaction() as connection:
+        # More than are counted each time.
+        connection.execute(sa.text(_HELD), {"many": 600, "queue": queue})
+    caller.client.enlisted(lambda batch: [caller.draft.delay("a") for _ in range(count)])
+    shared = (schema.relays, schema.backlog, schema.lane_tallies)
+    assert [beside(caller, table) for table in shared] == [(1, 1)] * 3
+    caller.client.commit()
+    assert [row.counted_us for row in shop.rows(schema.lane_tallies)] == [1]
+
+
+_HELD = (
+    "INSERT INTO budget_outbox (root, outbox_id, task_id, task_name, retries, state, due_us,"
+    " publishes, failures, created_us, queue, body, envelope, rank, broker, lane, tenant, weight)"
+    " SELECT 'default', gen_random_uuid(), 'held-' || n, 'shop.notify', 0, 'held', 1, 0, 0, n,"
+    " :queue, 'body', '{}', 5, '', 'lane', 'a', 0 FROM generate_series(1, :many) AS n"
+)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_refusal_that_a_caller_lives_with_keeps_no_other_waiting(
+    make_caller: Make, count: int
+) -> None:
+    caller = make_caller("postgresql", Psycopg, budget_lock_seconds=0.05)
+
+    def ask() -> None:
+        with pytest.raises(BudgetExceeded):
+            caller.draft.delay("a", 11)
+
+    for _ in range(2):
+        with pytest.raises(BudgetExceeded):
+            caller.client.enlisted(lambda batch: [caller.draft.delay("a", 11)] * count)
+    # Of sixteen rows that count them each is met.
+    for _ in range(100):
+        ask()
+    caller.client.write("order")
+    caller.client.commit()
+    assert sum(row._mapping["count"] for row in caller.shop.rows(schema.refusals)) == 102
+
+
+@pytest.mark.postgres
+def test_many_messages_are_counted_for_a_caller_in_a_transaction_of_its_own(
+    make_caller: Make,
+) -> None:
+    caller = make_caller("postgresql", Psycopg, budget_max_outbox=20_000)
+    shop = caller.shop
+    caller.draft.delay("a")
+    with shop.budget.store.transaction() as connection:
+        connection.execute(sa.text(_HELD), {"many": 15_000, "queue": "q"})
+    shop.sql(schema.backlog.update().values(counted_us=1))
+    caller.client.enlisted(lambda batch: caller.draft.delay("a"))
+    [row] = shop.rows(schema.backlog)
+    assert row.messages == 15_001
+    assert beside(caller, schema.backlog) == (1, 1)
+    caller.client.rollback()
+    with shop.budget.store.transaction() as connection:
+        connection.execute(sa.text(_HELD), {"many": 6_000, "queue": "q"})
+    shop.sql(schema.backlog.update().values(counted_us=1))
+    for isolation in ("READ COMMITTED", "REPEATABLE READ"):
+        caller.client.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}")
+        with pytest.raises(OutboxFull):
+            caller.client.enlisted(lambda batch: caller.draft.delay("a"), any_isolation=True)
+        caller.client.rollback()

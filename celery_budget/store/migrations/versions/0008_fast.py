@@ -17,10 +17,14 @@ def upgrade() -> None:
     _wake_once()
     _upgrade_relay()
     _lock_by_functions()
+    _count_beside()
+    _index_by_root(last=True)
     _plan_by_keys()
 
 
 def downgrade() -> None:
+    _index_by_root(last=False)
+    _count_within()
     _lock_by_statements()
     _downgrade_relay()
     _wake_each_time()
@@ -158,6 +162,45 @@ def _lock_by_statements() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION budget_try_lock")
         op.execute("DROP FUNCTION budget_lock")
+
+
+def _count_beside() -> None:
+    """A caller's transaction takes no row of a count."""
+    if op.get_bind().dialect.name == "postgresql":
+        _drop_counts()
+        for name in ("backlog_8", "lane_full_8"):
+            _run(f"{name}.sql")
+
+
+def _count_within() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        _drop_counts()
+        for name in ("backlog_6", "lane_full_6"):
+            _run(f"{name}.sql")
+
+
+def _drop_counts() -> None:
+    for name in ("lane_full", "lane_waiting", "backlog"):
+        op.execute(f"DROP FUNCTION budget_{name}")
+
+
+#: Indexes that find rows by something else than their key.
+OTHERS = {
+    ("ix_budget_balances_end", "budget_balances"): ["end_us"],
+    ("ix_budget_reservations_task", "budget_reservations"): ["task_id"],
+    ("ix_budget_lines_balance", "budget_lines"): ["budget", "window_us", "stripe"],
+}
+
+
+def _index_by_root(*, last: bool) -> None:
+    """With the root last they are not what a row is found by whose key is known.
+
+    While a table is small, or nobody has analyzed it yet, one that begins with the root looks as
+    good as the key: all of the root's rows are read then, and a session keeps such a plan.
+    """
+    for (name, table), columns in OTHERS.items():
+        op.drop_index(name, table)
+        op.create_index(name, table, [*columns, "root"] if last else ["root", *columns])
 
 
 #: What is called outside of a transaction that says so, see ``celery_budget.store.engine``.

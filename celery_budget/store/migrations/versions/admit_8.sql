@@ -3,7 +3,7 @@
 --
 -- With p_queues it is new: it finds itself where it is parked, and comes after what goes ahead.
 -- Without p_outbox it has no message: as 'running' it is a run in place, whose first attempt is
--- written by budget_start.
+-- written by budget_start. With p_lent the transaction is a caller's, and may be long.
 --
 -- Locks: the message's order key, the new reservation's key, then the balances in the order (budget,
 -- window, stripe): of a budget that is spread one stripe, or all of them where none has room alone.
@@ -22,7 +22,8 @@ CREATE FUNCTION budget_admit(
     p_outbox uuid, p_state text, p_again bigint, p_due bigint, p_expires bigint, p_queue text,
     p_body bytea, p_envelope text, p_rank integer, p_order_key text, p_broker text,
     p_deadline bigint, p_within bigint, p_shadows text, p_tenant text, p_weight bigint,
-    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text
+    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text,
+    p_lent boolean DEFAULT false
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
     requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint,
@@ -169,7 +170,7 @@ BEGIN
         EXIT WHEN NOT v_inserted;
 
         IF p_bound IS NOT NULL THEN
-            v_waiting := budget_backlog(p_root, p_bound, v_now);
+            v_waiting := budget_backlog(p_root, p_bound, v_now, p_lent);
             IF v_waiting IS NULL OR v_waiting >= p_bound THEN
                 DELETE FROM budget_reservations r
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
@@ -182,7 +183,7 @@ BEGIN
         END IF;
         -- What has a bound is new; what continues running work is held however much waits.
         IF v_lane IS NOT NULL AND p_bound IS NOT NULL AND p_state = 'due' THEN
-            v_full := budget_lane_full(p_root, v_lane, p_weight, v_now);
+            v_full := budget_lane_full(p_root, v_lane, p_weight, v_now, p_lent);
             IF v_full.reason IS NOT NULL THEN
                 DELETE FROM budget_reservations r
                  WHERE r.root = p_root AND r.reservation_id = p_reservation;
@@ -250,7 +251,11 @@ BEGIN
                 limit_amount, reserved, spent, refused_us)
             VALUES (
                 p_root, v_now / 86400000000, v_look.budget, p_stage, v_look.verdict,
-                get_byte(uuid_send(p_reservation), 15) & 15, 1, p_reservation, p_task_name,
+                -- Of a caller's own, which may be held for long.
+                CASE WHEN p_lent
+                     THEN 16 + mod(256 * get_byte(uuid_send(p_reservation), 14) + v_pick, 1008)
+                     ELSE v_pick & 15 END,
+                1, p_reservation, p_task_name,
                 v_look.requested, v_look.limit_amount, v_look.reserved, v_look.spent, v_now)
             ON CONFLICT (root, day, budget, stage, reason, slot) DO UPDATE
                SET count = f.count + 1, refusal_id = excluded.refusal_id,
@@ -327,7 +332,7 @@ BEGIN
             p_rank, p_order_key, p_broker, v_lane, p_tenant, p_weight);
     END IF;
     IF p_state = 'due' AND p_due <= v_now THEN
-        v_void := budget_wake(p_root);
+        v_void := budget_wake(p_root, p_lent);
     END IF;
     outcome := 'reserved';
     reservation_id := p_reservation;

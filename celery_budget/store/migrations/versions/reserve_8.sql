@@ -1,6 +1,7 @@
 -- Admission in one round trip. The commonest is said here in three statements: one budget in one row,
 -- with a limit of its own, that has room, for a message that is to be published as soon as may be.
--- Whatever else there is to see to, budget_admit does; so it does where that has changed meanwhile.
+-- Whatever else there is to see to, budget_admit does; where that has changed behind the lock, with the
+-- next call.
 --
 -- Locks, as budget_admit: the new reservation's key, then the balance. Neither where by the first look
 -- there is more to see to.
@@ -14,7 +15,8 @@ CREATE FUNCTION budget_reserve(
     p_outbox uuid, p_state text, p_again bigint, p_due bigint, p_expires bigint, p_queue text,
     p_body bytea, p_envelope text, p_rank integer, p_order_key text, p_broker text,
     p_deadline bigint, p_within bigint, p_shadows text, p_tenant text, p_weight bigint,
-    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text
+    p_bound bigint, p_queues boolean, p_note boolean, p_who text, p_lock_ms text,
+    p_lent boolean DEFAULT false
 ) RETURNS TABLE (
     outcome text, reservation_id uuid, task_id text, fingerprint text, budget text, unit text,
     requested bigint, limit_amount bigint, reserved bigint, spent bigint, most bigint,
@@ -43,20 +45,22 @@ BEGIN
                least(p_deadline, v_now + p_within), p_shadows, nullif(p_due, 0)
           FROM budget_budgets b
           JOIN LATERAL (
-              SELECT c.end_us, c.reserved, c.spent
+              SELECT c.end_us, c.reserved, c.spent, c.share
                 FROM budget_balances c
                WHERE c.root = p_root AND c.budget = p_budgets[1] AND c.window_us <= v_now
                  AND c.stripe = 0
                ORDER BY c.window_us DESC
                LIMIT 1
           ) w ON w.end_us > v_now
+              -- What it was spread over before may hold something still.
+             AND w.share IS NULL
          WHERE b.root = p_root AND b.name = p_budgets[1] AND b.state = 'open' AND b.spread = 1
            AND b.parent IS NULL AND b.limit_share IS NULL AND b.limit_amount > 0
            AND w.reserved + w.spent <= div(
                b.limit_amount::numeric * CASE WHEN p_finishing THEN b.hard_stop ELSE b.soft_stop END,
                1000000) - p_amounts[1]
            AND NOT EXISTS (SELECT 1 FROM budget_grants g
-                            WHERE g.root = p_root AND g.budget = p_budgets[1])
+                            WHERE g.root = p_root AND g.budget = p_budgets[1] AND g.until_us > v_now)
            AND NOT EXISTS (SELECT 1 FROM budget_parked p WHERE p.root = p_root)
            AND NOT EXISTS (SELECT 1 FROM budget_lane_queues q
                             WHERE q.root = p_root AND q.queue = p_queue)
@@ -119,7 +123,7 @@ BEGIN
               FROM moved m;
             IF FOUND THEN
                 IF v_asleep THEN
-                    PERFORM budget_wake(p_root);
+                    PERFORM budget_wake(p_root, p_lent);
                 END IF;
                 outcome := 'reserved';
                 reservation_id := p_reservation;
@@ -130,6 +134,12 @@ BEGIN
             END IF;
             DELETE FROM budget_reservations r
              WHERE r.root = p_root AND r.reservation_id = p_reservation;
+            -- What else is to be locked now may come before what is locked already: the caller gives
+            -- that back and calls again.
+            outcome := 'moved';
+            budget := p_budgets[1];
+            RETURN NEXT;
+            RETURN;
         END IF;
     END IF;
     RETURN QUERY
@@ -139,6 +149,6 @@ BEGIN
             p_unreserved, p_finishing, p_budgets, p_amounts, p_charges, p_outbox, p_state, p_again,
             p_due, p_expires, p_queue, p_body, p_envelope, p_rank, p_order_key, p_broker,
             p_deadline, p_within, p_shadows, p_tenant, p_weight, p_bound, p_queues, p_note, p_who,
-            p_lock_ms);
+            p_lock_ms, p_lent);
 END
 $$

@@ -97,13 +97,21 @@ BEGIN
             AND b.stripe = v.stripe
             FOR UPDATE SKIP LOCKED;
         CONTINUE WHEN FOUND;
-        SELECT b.stripe INTO v_other FROM budget_balances b
-         WHERE b.root = p_root AND b.budget = v.budget AND b.window_us = v.window_us
-           AND b.stripe > v.stripe AND b.basis >= 0
-           AND b.share - b.reserved - b.spent >= v.amount
-         ORDER BY b.stripe
+        -- By its key alone: what is looked at behind a lock, and found to be otherwise by then, is
+        -- passed by and stays locked, and the one that is waited for below comes before it.
+        SELECT b.stripe INTO v_other
+          FROM (SELECT c.stripe FROM budget_balances c
+                 WHERE c.root = p_root AND c.budget = v.budget AND c.window_us = v.window_us
+                   AND c.stripe > v.stripe AND c.basis >= 0
+                   AND c.share - c.reserved - c.spent >= v.amount
+                 ORDER BY c.stripe
+                OFFSET 0) AS n
+          JOIN budget_balances b
+            ON b.root = p_root AND b.budget = v.budget AND b.window_us = v.window_us
+           AND b.stripe = n.stripe
+         ORDER BY n.stripe
          LIMIT 1
-           FOR UPDATE SKIP LOCKED;
+           FOR UPDATE OF b SKIP LOCKED;
         IF FOUND THEN
             v_taken[v.n] := v_other;
         ELSE

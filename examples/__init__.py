@@ -1,0 +1,1 @@
+"""Programs that run on this machine alone: ``make example NAME=fastapi``."""

@@ -1,0 +1,1 @@
+"""Orders, and the letter that a model writes for each."""

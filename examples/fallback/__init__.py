@@ -1,0 +1,1 @@
+"""A free lane and a paid one: ``make example NAME=fallback``."""

@@ -1,0 +1,1 @@
+"""A FastAPI front for budgeted work: ``make example NAME=fastapi``."""

@@ -1,0 +1,1 @@
+"""Real provider clients against a local stand-in: ``make example NAME=provider``."""
