@@ -6,7 +6,18 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, ClassVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
 
 from celery import Celery, Task
 from celery._state import (
@@ -25,7 +36,7 @@ from celery_budget.core.identity import fingerprint
 from celery_budget.core.losses import Losses, LostAttempt
 from celery_budget.core.parking import Parking
 from celery_budget.core.policies import BudgetLine, BudgetPolicy
-from celery_budget.core.prices import Priced, Unpriced
+from celery_budget.core.prices import Cost, Priced, Unpriced
 from celery_budget.core.retries import Retries
 from celery_budget.core.reuse import Reuse
 from celery_budget.core.terms import Terms
@@ -33,6 +44,10 @@ from celery_budget.errors import PolicyError
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.gated import GatedTask
 from celery_budget.integration.shadows import ask_shadows
+
+if TYPE_CHECKING:
+    from celery.canvas import Signature
+    from celery.result import AsyncResult, EagerResult
 
 __all__ = [
     "BudgetedTask",
@@ -45,8 +60,13 @@ __all__ = [
     "upgrade_marked",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 #: What names a budget: text, a template, or a callable of the task's arguments.
 Drawn = str | Callable[..., str]
+#: What tells how much is reserved.
+Promised = int | str | Callable[..., int] | Estimator | Cost
 
 #: Where a function carries the policy of the task that is made of it.
 MARK = "__budget_policy__"
@@ -69,6 +89,28 @@ class BudgetedTask(GatedTask):
     """
 
     abstract = True
+
+    if TYPE_CHECKING:
+        # Not there unless a class, or its task decorator, sets them.
+        budget: Any
+        estimate: Any
+        stage: str | None
+        estimate_version: str | None
+        shadows: Sequence[str | Estimator]
+        stop_at_hold: bool
+        max_attempts: int | None
+        retry_within: float | None
+        terminal: type[Exception] | Sequence[type[Exception]]
+        on_lost: str | None
+        lookup: Any
+        compensate: Any
+        fair_by: Any
+        deadline: float | datetime | None
+        on_refused: str | None
+        park_for: float | None
+        fallback: Sequence[str] | None
+        reuse: str | float | timedelta | None
+        version: str | int
 
     #: The policy, made of the attributes above; none for a base class that sets no budget.
     budget_policy: BudgetPolicy | None = None
@@ -153,12 +195,97 @@ def _plain(value: Any) -> Any:
     return value.__func__ if isinstance(value, staticmethod) else value
 
 
+class _Made(Protocol):
+    """A task as some decorator has made it, whose own type stays."""
+
+    @property
+    def delay(self) -> Callable[..., Any]: ...
+    @property
+    def apply_async(self) -> Callable[..., Any]: ...
+
+
+Made = TypeVar("Made", bound=_Made)
+
+
+class _Decorator(Protocol):
+    """What ``@budgeted(…)`` is to what it stands on."""
+
+    @overload
+    def __call__(self, target: Made, /) -> Made: ...
+    @overload
+    def __call__(self, target: Callable[P, R], /) -> BudgetedFunction[P, R]: ...
+
+
+class _BoundDecorator(Protocol):
+    """The same with ``bind=True``: callers do not give the task, its function's first argument."""
+
+    def __call__(self, target: Callable[Concatenate[Any, P], R], /) -> BudgetedFunction[P, R]: ...
+
+
+@overload
+def budgeted(
+    *,
+    budget: Drawn | Sequence[Drawn | BudgetLine],
+    estimate: Promised | None = None,
+    stage: str | None = None,
+    estimate_version: str | None = None,
+    shadows: Sequence[str | Estimator] = (),
+    stop_at_hold: bool = False,
+    max_attempts: int | None = None,
+    retry_within: float | None = None,
+    terminal: type[Exception] | Sequence[type[Exception]] = (),
+    on_lost: str | None = None,
+    lookup: Callable[[LostAttempt], Any] | None = None,
+    compensate: Callable[[LostAttempt], object] | None = None,
+    fair_by: Drawn | None = None,
+    deadline: float | datetime | None = None,
+    reuse: str | float | timedelta | None = None,
+    version: str | int = "1",
+    on_refused: str | None = None,
+    park_for: float | None = None,
+    fallback: Sequence[str] | None = None,
+    bind: Literal[True],
+    **task_options: Any,
+) -> _BoundDecorator: ...
+@overload
+def budgeted(
+    *,
+    budget: Drawn | Sequence[Drawn | BudgetLine],
+    estimate: Promised | None = None,
+    stage: str | None = None,
+    estimate_version: str | None = None,
+    shadows: Sequence[str | Estimator] = (),
+    stop_at_hold: bool = False,
+    max_attempts: int | None = None,
+    retry_within: float | None = None,
+    terminal: type[Exception] | Sequence[type[Exception]] = (),
+    on_lost: str | None = None,
+    lookup: Callable[[LostAttempt], Any] | None = None,
+    compensate: Callable[[LostAttempt], object] | None = None,
+    fair_by: Drawn | None = None,
+    deadline: float | datetime | None = None,
+    reuse: str | float | timedelta | None = None,
+    version: str | int = "1",
+    on_refused: str | None = None,
+    park_for: float | None = None,
+    fallback: Sequence[str] | None = None,
+    bind: Literal[False] = ...,
+    **task_options: Any,
+) -> _Decorator: ...
+@overload
+def budgeted(
+    target: Made, /, *, budget: Drawn | Sequence[Drawn | BudgetLine], **terms: Any
+) -> Made: ...
+@overload
+def budgeted(
+    target: Callable[P, R], /, *, budget: Drawn | Sequence[Drawn | BudgetLine], **terms: Any
+) -> BudgetedFunction[P, R]: ...
 def budgeted(
     target: Any = None,
     /,
     *,
     budget: Drawn | Sequence[Drawn | BudgetLine],
-    estimate: int | str | Callable[..., int] | None = None,
+    estimate: Promised | None = None,
     stage: str | None = None,
     estimate_version: str | None = None,
     shadows: Sequence[str | Estimator] = (),
@@ -271,7 +398,7 @@ def budgeted(
     return decorate if target is None else decorate(target)
 
 
-class BudgetedFunction:
+class BudgetedFunction(Generic[P, R]):
     """What ``@budgeted`` makes of a plain function.
 
     To a task decorator above it, it is that function, with a mark that gives the task its budget.
@@ -280,10 +407,33 @@ class BudgetedFunction:
     """
 
     #: Every one there is: a worker makes the tasks of those that no decorator has taken.
-    made: ClassVar[list[BudgetedFunction]] = []
+    made: ClassVar[list[BudgetedFunction[..., Any]]] = []
+
+    if TYPE_CHECKING:
+        # Its task's, with the function's own arguments; all else of it is of any type.
+        name: str
+
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[R]: ...
+        def s(self, *args: Any, **kwargs: Any) -> Signature[R]: ...
+        def si(self, *args: P.args, **kwargs: P.kwargs) -> Signature[R]: ...
+        def signature(
+            self, args: Any = None, kwargs: Any = None, **options: Any
+        ) -> Signature[R]: ...
+        def apply_async(
+            self,
+            args: Sequence[Any] | None = None,
+            kwargs: Mapping[str, Any] | None = None,
+            **options: Any,
+        ) -> AsyncResult[R]: ...
+        def apply(
+            self,
+            args: Sequence[Any] | None = None,
+            kwargs: Mapping[str, Any] | None = None,
+            **options: Any,
+        ) -> EagerResult[R]: ...
 
     def __init__(
-        self, function: Callable[..., Any], policy: BudgetPolicy, options: dict[str, Any]
+        self, function: Callable[P, R], policy: BudgetPolicy, options: dict[str, Any]
     ) -> None:
         functools.update_wrapper(self, function)
         setattr(self, MARK, policy)
@@ -296,10 +446,10 @@ class BudgetedFunction:
         self.__class__ = type(function.__name__, (BudgetedFunction,), {})
         BudgetedFunction.made.append(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._options.get("bind"):
-            return self.task_in(get_current_app())(*args, **kwargs)
-        return self._function(*args, **kwargs)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        call = self.task_in(get_current_app()) if self._options.get("bind") else self._function
+        result: R = call(*args, **kwargs)
+        return result
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self._function.__get__(instance, owner)

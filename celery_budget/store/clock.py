@@ -14,7 +14,9 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from sqlalchemy import event
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Engine, make_url
+
+from celery_budget.errors import ConfigurationError
 
 __all__ = ["MAKE", "follow", "lend", "read_stable", "standing_in", "watch"]
 
@@ -68,13 +70,20 @@ def _stable(
 
 
 @contextmanager
-def standing_in(file: str, now_us: Callable[[], int]) -> Iterator[None]:
-    """Have all connections of this process to a ledger's file read another clock (SQLite only).
+def standing_in(url: str, now_us: Callable[[], int]) -> Iterator[None]:
+    """Have all connections of this process to a ledger's file read another clock.
 
     Those that are opened in the block; milliseconds count, as of SQLite's own.
 
-    :param file: its path, as the URL has it.
+    :raises ConfigurationError: for a database of another kind.
     """
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        raise ConfigurationError(
+            f"a clock stands in for SQLite's alone, and the ledger is in "
+            f"{parsed.get_backend_name()}; leave the clock out"
+        )
+    file = str(parsed.database)
     _stand_ins[file] = now_us
     try:
         yield

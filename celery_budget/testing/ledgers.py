@@ -58,8 +58,11 @@ def in_memory(
     :param eager: whether tasks run in place (``task_always_eager``), and raise what they raise;
         by default as the application has it.
     :param clock: by which the ledger goes.
-    :param settings: of the ledger, without their prefix: ``lease_seconds=30``.
-    :raises ConfigurationError: for a setting that there is none of, or that cannot work.
+    :param settings: of the ledger, without their prefix: ``lease_seconds=30``. With a
+        ``database_url`` it is that one, as it is, with its tables brought up to date: for who
+        publishes in transactions of a database of their own.
+    :raises ConfigurationError: for a setting that there is none of, or that cannot work, and for a
+        clock where ``database_url`` is no SQLite.
     """
     budget = the_budget_of(app)
     unknown = {*settings} - {*Settings.__dataclass_fields__}
@@ -67,29 +70,25 @@ def in_memory(
         raise ConfigurationError(f"there is no setting {PREFIX}{min(unknown)}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(**_PLACE)))
-        file = folder / "ledger.db"
-        shutil.copyfile(_empty(), file)
-        configuration: dict[str, Any] = {
-            f"{PREFIX}{name}": value
-            for name, value in {
-                "database_url": f"sqlite:///{file}",
-                "listen_url": "",
-                "report_url": "",
-                "spool": str(folder / "spool"),
-                **settings,
-            }.items()
-        }
         # A backend such as Redis would be asked for a result as soon as its task is called.
         results = folder / "results"
         results.mkdir()
+        url = f"sqlite:///{folder / 'ledger.db'}"
+        made_for = {"database_url": url, "listen_url": "", "report_url": ""}
+        made_for |= {"spool": str(folder / "spool"), **settings}
+        configuration: dict[str, Any] = {PREFIX + name: one for name, one in made_for.items()}
         configuration["result_backend"] = f"file://{results}"
         if eager is not None:
             configuration |= {"task_always_eager": eager, "task_eager_propagates": eager}
         if clock is not None:
-            stack.enter_context(standing_in(str(file), clock.now_us))
+            stack.enter_context(standing_in(str(made_for["database_url"]), clock.now_us))
         stack.enter_context(moved(budget, configuration))
         stack.callback(_open.remove, budget)
         _open.append(budget)
+        if "database_url" in settings:
+            budget.init()
+        else:
+            shutil.copyfile(_empty(), folder / "ledger.db")
         budget.check()
         yield budget
 

@@ -20,18 +20,20 @@ BLOCK = re.compile(r"^```(ini|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
     """A project with the page's application, ini file and tests."""
     blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    ini, shop, *tests, without = (text for _, text in blocks)
+    ini, shop, *tests, without, enlisted = (text for _, text in blocks)
     pytester.path.joinpath("pytest.ini").write_text(ini)
     pytester.path.joinpath("shop.py").write_text(shop)
     pytester.path.joinpath("test_shop.py").write_text("\n".join(tests))
     pytester.path.joinpath("test_without.py").write_text(
-        f"from shop import app, draft\n\ndef test_without_a_fixture():\n{indent(without, '    ')}"
+        "from shop import app, draft\n\n"
+        f"def test_without_a_fixture():\n{indent(without, '    ')}\n"
+        f"def test_enlisted(tmp_path):\n    rows = tmp_path / 'rows.db'\n{indent(enlisted, '    ')}"
     )
     return pytester
 
 
 def test_the_page_s_own_tests_pass(project: pytest.Pytester) -> None:
-    wanted = project.path.joinpath("test_shop.py").read_text().count("\ndef test_") + 1
+    wanted = project.path.joinpath("test_shop.py").read_text().count("\ndef test_") + 2
     assert wanted > 7
     done = project.runpytest_subprocess(
         "-q", "--strict-markers", "-W", "error::pytest.PytestWarning"

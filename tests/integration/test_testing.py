@@ -151,6 +151,44 @@ def test_a_setting_that_there_is_none_of(budget_app: Celery) -> None:
         assert budget_app.conf.budget_database_url == ELSEWHERE
 
 
+def test_a_clock_stands_in_for_sqlite_s_alone(budget_app: Celery) -> None:
+    url = "postgresql+psycopg://localhost/nowhere"
+    with (
+        pytest.raises(ConfigurationError, match="in postgresql"),
+        in_memory(budget_app, clock=Clock(), database_url=url),
+    ):
+        pass
+    assert budget_app.conf.budget_database_url == ELSEWHERE
+
+
+def test_a_ledger_of_ones_own_stays_as_it_is(
+    budget_app: Celery, draft: Any, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'rows.db'}"
+    with in_memory(budget_app, database_url=url) as ledger:
+        ledger.set("tenant:a", limit=25, unit="tokens")
+        draft.delay("a")
+    with in_memory(budget_app, database_url=url, clock=Clock()):
+        assert_held("tenant:a", 10)
+
+
+@pytest.mark.postgres
+def test_assertions_on_postgresql(budget_app: Celery, draft: Any, postgres_url: str) -> None:
+    with in_memory(budget_app, database_url=postgres_url) as ledger:
+        ledger.set("tenant:a", limit=15, unit="tokens")
+        draft.apply(("a",))
+        draft.delay("a")
+        refuses(draft)
+        draft.apply_async(("a",), on_refused="park")
+        assert_reserved("tenant:a", 20, count=2)
+        assert_held("tenant:a", 10)
+        assert_settled("tenant:a", 4, outcome="returned")
+        assert_refused("tenant:a", count=1)
+        assert_parked("tenant:a", count=1)
+        with testing.freeze_budget():
+            assert refuses(draft) == "blocked"
+
+
 def test_which_application_is_meant(budget_app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = testing.ledgers.the_budget_of(budget_app)
     assert testing.ledgers.the_budget_of(budget) is budget

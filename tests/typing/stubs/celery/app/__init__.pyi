@@ -1,0 +1,1 @@
+from celery.app.task import Task as Task
