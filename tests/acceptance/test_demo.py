@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster import WAIT, eventually
+from tests.programs import Programs
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "run.py"
 
@@ -37,60 +36,27 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-class Demo:
-    """Runs of the demo, with temporary folders that the test can look into."""
+class Demo(Programs):
+    """Runs of the demo."""
 
     def __init__(self, folder: Path) -> None:
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        super().__init__(folder, "BUDGET_DEMO_FOLDER")
         self.folder = folder
-        self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *files: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(DEMO), *map(str, files)],
-            cwd=self.folder,
-            env={**os.environ, "TMPDIR": str(self.temporary)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.started.append(process)
-        return process
+        return self.launch(DEMO, *files, cwd=self.folder, session=True)
 
     def run(self, *files: object) -> tuple[int, str, str]:
         process = self.start(*files)
         said, complained = process.communicate(timeout=WAIT)
         return process.returncode, said, complained
 
-    def processes(self) -> list[psutil.Process]:
-        """Return the processes that have this test's folder in their environment."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                named = process.environ().get("BUDGET_DEMO_FOLDER", "")
-            except psutil.Error:
-                continue
-            if named.startswith(str(self.temporary)):
-                found.append(process)
-        return found
-
-    def nothing_is_left(self) -> bool:
-        return not self.processes() and not list(self.temporary.iterdir())
-
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[Demo]:
     made = Demo(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    for left in made.processes():
-        left.kill()
+    with made.ended():
+        yield made
 
 
 def tokens(text: str) -> int:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster import WAIT, eventually
+from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The demo has tests of its own.
@@ -29,53 +29,21 @@ def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page(name), re.MULTILINE | re.DOTALL)
 
 
-class Run:
-    """One run of an example, with a folder for what it leaves behind."""
+class Run(Programs):
+    """One run of an example."""
 
     def __init__(self, folder: Path) -> None:
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-        self.started: list[subprocess.Popen[str]] = []
+        super().__init__(folder, "EXAMPLE_FOLDER")
 
     def start(self, name: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", f"examples.{name}.run"],
-            cwd=ROOT,
-            env={**os.environ, "TMPDIR": str(self.temporary)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def processes(self) -> list[psutil.Process]:
-        """Return the example's own processes."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                named = process.environ().get("EXAMPLE_FOLDER", "")
-            except psutil.Error:
-                continue
-            if named.startswith(str(self.temporary)):
-                found.append(process)
-        return found
-
-    def nothing_is_left(self) -> bool:
-        return not self.processes() and not list(self.temporary.iterdir())
+        return self.launch("-u", "-m", f"examples.{name}.run", cwd=ROOT)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-    for left in made.processes():
-        left.kill()
+    with made.ended():
+        yield made
 
 
 @pytest.mark.parametrize("name", NAMES)
