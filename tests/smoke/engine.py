@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import docker
 import requests
+from pytest_docker_tools.utils import tests_inside_container
 
 __all__ = ["CONTAINERS", "PROCESSES", "VARIABLE", "answers", "chosen"]
 
@@ -35,11 +36,14 @@ def answers(patience: float = PATIENCE) -> bool:
 def chosen(environment: Mapping[str, str] = os.environ) -> str:
     """Return ``containers`` or ``processes``: as the variable says, or else as the engine does.
 
+    From within a container no engine is asked: pytest-celery looks for published ports on its own
+    host.
+
     :raises ValueError: where the variable says anything else.
     """
     asked = environment.get(VARIABLE) or None
     if asked is None:
-        return CONTAINERS if answers() else PROCESSES
+        return CONTAINERS if not tests_inside_container() and answers() else PROCESSES
     if asked not in (CONTAINERS, PROCESSES):
         raise ValueError(f"{VARIABLE} is {asked!r}: it may be {CONTAINERS!r} or {PROCESSES!r}")
     return asked
