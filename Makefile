@@ -2,7 +2,7 @@
 #   make demo    needs only the package itself
 #   make example NAME=fastapi    installs what the examples use
 #   make test    installs the test and lint tools as well, into the same environment
-# Variables: PYTHON (interpreter for the environment), NAME (for example), FILES and PAGE (for demo), ARGS (for test, retest, simulate, crash-matrix, soak and bench), SEEDS (for simulate and crash-matrix), JOBS (for soak).
+# Variables: PYTHON (interpreter for the environment), NAME (for example), FILES and PAGE (for demo), ARGS (for test, retest, smoke, simulate, crash-matrix, soak and bench), SEEDS (for simulate and crash-matrix), JOBS (for soak).
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,7 @@ FULL := $(VENV)/.stamp
 EXAMPLES := $(sort $(filter-out demo,$(patsubst examples/%/run.py,%,$(wildcard examples/*/run.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo example test retest simulate crash-matrix soak lint bench bench-long docs clean help
+.PHONY: setup demo example test retest smoke simulate crash-matrix soak lint bench bench-long docs clean help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
@@ -36,6 +36,9 @@ retest: $(FULL) ## run again, one after another, what failed in the last run: th
 	@$(BIN)/python -c 'import json; failed = json.load(open(".pytest_cache/v/cache/lastfailed")); \
 	  print("to be run again:", *failed, sep="\n  "); raise SystemExit(not 0 < len(failed) <= 3)'
 	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none $(ARGS)
+
+smoke: $(FULL) ## run the smoke tests alone: in containers where a Docker engine answers, in processes elsewhere (BUDGET_SMOKE=processes)
+	$(BIN)/python -m pytest -n 0 tests/smoke $(ARGS)
 
 simulate: $(FULL) ## run the simulator of concurrent clients (SEEDS=7, SEEDS=1..1000)
 	SEEDS="$(or $(SEEDS),1..100)" $(BIN)/python -m pytest tests/simulation $(ARGS)

@@ -119,9 +119,7 @@ def programs(
     """Worker and relay, which start side by side."""
     with ExitStack() as running:
         worker, relay = (
-            running.enter_context(
-                place.program(cls, cls.initial_env(celery_worker_cluster_config))
-            )
+            running.enter_context(place.program(cls, cls.initial_env(celery_worker_cluster_config)))
             for cls in (BudgetWorkerContainer, RelayContainer)
         )
         for one in (worker, relay):

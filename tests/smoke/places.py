@@ -1,4 +1,4 @@
-"""Where a module's components run. Both places have one interface, so tests cannot tell them apart."""
+"""Where a module's components run. Both places have one interface: tests cannot tell them apart."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import celery
 import docker
 import pytest
 from pytest_celery import CeleryTestContainer, RabbitMQContainer, RedisContainer
+from pytest_docker_tools.exceptions import ContainerError, TimeoutError  # noqa: A004
 from pytest_docker_tools.utils import wait_for_callable
 
 from tests.smoke.components import LedgerContainer
@@ -183,5 +184,5 @@ def ready(container: CeleryTestContainer) -> None:
     """Wait until a component is ready; fail with what it said if it never is."""
     try:
         wait_for_callable(f"Waiting for {container.name}", container.ready, READY_SECONDS)
-    except Exception as error:
+    except (ContainerError, TimeoutError) as error:
         pytest.fail(f"{container.name} is not ready: {error}\n{container.logs()[-4000:]}")
