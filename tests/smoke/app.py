@@ -57,6 +57,11 @@ def let_go(tenant: str, word: str) -> str:
     return f"smoke:{tenant}:{word}:go"
 
 
+def gates(backend: str) -> Redis:
+    """A connection to both that may wait for longer than the client would by default."""
+    return Redis.from_url(backend, socket_timeout=None)
+
+
 def make_app(conf: dict[str, Any]) -> Celery:
     """Return the application with its budget and tasks.
 
@@ -76,7 +81,7 @@ def make_app(conf: dict[str, Any]) -> Celery:
                 connection.execute(DONE.insert().values(tenant=tenant, word=word))
 
     def wait(word: str, tenant: str) -> None:
-        with Redis.from_url(app.conf.result_backend) as backend:
+        with gates(app.conf.result_backend) as backend:
             backend.rpush(started(tenant, word), os.getpid())
             if backend.blpop([let_go(tenant, word)], timeout=PATIENCE) is None:
                 raise TimeoutError(word)

@@ -17,7 +17,7 @@ from celery_budget.core.identity import new_id
 from celery_budget.errors import AttemptLost
 from tests.cluster import eventually
 from tests.integration.support import received
-from tests.smoke.app import ESTIMATE, IDLE, PATIENCE, TENANT, USED, let_go, started
+from tests.smoke.app import ESTIMATE, IDLE, PATIENCE, TENANT, USED, gates, let_go, started
 from tests.smoke.components import BudgetTestSetup
 
 pytestmark = pytest.mark.fault
@@ -93,7 +93,7 @@ class Tenant:
         assert code == 0, said
 
     def _backend(self) -> Redis:
-        return Redis.from_url(self.setup.app.conf.result_backend)
+        return gates(self.setup.app.conf.result_backend)
 
 
 def get(result: Any) -> Any:
