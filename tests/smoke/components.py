@@ -8,6 +8,8 @@ from typing import Any
 import celery
 import psycopg
 from celery import Celery
+from celery.bin.base import CLIContext
+from click.testing import CliRunner
 from psycopg import sql
 from pytest_celery import (
     CeleryTestBackend,
@@ -18,6 +20,7 @@ from pytest_celery import (
     RedisTestBackend,
 )
 
+from celery_budget.cli import budget
 from celery_budget.integration.context import installed_on
 from celery_budget.integration.install import CeleryBudget
 from tests.smoke.app import CONF, QUEUE, make_app
@@ -188,6 +191,12 @@ class BudgetTestSetup(CeleryTestSetup):
         cls, celery_setup_config: dict[str, Any], celery_setup_app_name: str
     ) -> Celery:
         return make_app(celery_setup_config)
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """Run ``budget …`` on the test's own application; its exit code and what it said."""
+        context = CLIContext(self.app, no_color=True, workdir=None)
+        done = CliRunner().invoke(budget, arguments, obj=context, prog_name="budget")
+        return done.exit_code, done.output
 
     def teardown(self) -> None:
         # A result that a test still holds would ask for its server when it is freed.

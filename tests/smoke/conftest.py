@@ -124,7 +124,10 @@ def programs(
         )
         for one in (worker, relay):
             ready(one)
-        yield CeleryTestWorker(worker, None), BudgetTestRelay(relay)
+        node = BudgetTestRelay(relay)
+        yield CeleryTestWorker(worker, None), node
+        code, said = node.command("reconcile")
+        assert code == 0, said
 
 
 @pytest.fixture
