@@ -40,7 +40,7 @@ SETTINGS = {
     "worker_enable_remote_control": False,
     "budget_poll_seconds": 0.05,
     "budget_sweep_seconds": 0.2,
-    "budget_lease_seconds": 2,
+    "budget_lease_seconds": 3,
     "budget_publish_seconds": 2,
     "budget_lock_seconds": 2,
     "budget_republish_seconds": 2,
