@@ -240,7 +240,7 @@ def _start(
 ) -> Claimed | NotStarted:
     """Start in one statement where the store can, and what that leaves in a transaction."""
     key = (request, delivery, claim_id, settings.lease_us)
-    if store.dialect == "postgresql":
+    if store.dialect == "postgresql" and request.enforced:
         started = store.run_statement(
             in_place.start_at_once, *key, note=note, lock_ms=store.lock_ms
         )

@@ -126,6 +126,8 @@ class ReserveRequest:
     :ivar tenant: whose share of a lane it counts to; the owner's unless given.
     :ivar parks: whether it waits where it does not fit, if it is new; what goes on always does.
     :ivar park_us: for how many microseconds it waits at most; none for the setting's.
+    :ivar enforced: whether it is refused, or parked, where it does not fit; what is not enforced is
+        admitted over the limit, and its refusal waived.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -155,6 +157,7 @@ class ReserveRequest:
     tenant: str | None = None
     parks: bool = False
     park_us: int | None = None
+    enforced: bool = True
 
     def estimates(self) -> dict[str, int]:
         """What it asks of each budget it names."""
@@ -174,9 +177,13 @@ class ReserveRequest:
 
 @dataclass(frozen=True)
 class Reserved:
-    """The request was admitted: its lines are held and its message is in the outbox."""
+    """The request was admitted: its lines are held and its message is in the outbox.
+
+    :ivar waived: what it would have been refused with, were it enforced; none where it fitted.
+    """
 
     reservation_id: uuid.UUID
+    waived: Refused | Backlogged | Full | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
