@@ -225,7 +225,8 @@ def start(
         if not isinstance(started, Closed):
             watching.admission(settings, request, started, began, last=last)
         return started
-    watching.admission(settings, request, Reserved(request.reservation_id), began)
+    reserved = Reserved(request.reservation_id, started.waived)
+    watching.admission(settings, request, reserved, began)
     return _in_place(store, settings, delivery, started)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from celery_budget import tracing
 from celery_budget.core.reservations import (
     AlreadyReserved,
+    Backlogged,
     Claimed,
     Conflict,
     Crowded,
@@ -32,7 +33,7 @@ from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.tracing import Span
 
-__all__ = ["admission", "claim", "describe", "end", "recorded", "run", "settled"]
+__all__ = ["admission", "claim", "describe", "end", "recorded", "run", "settled", "waived"]
 
 logger = Logger(__name__)
 
@@ -102,6 +103,8 @@ def admission(
             estimated=request.estimates,
             seconds=seconds,
         )
+        if outcome.waived is not None:
+            waived(settings, request, outcome.waived)
     elif isinstance(outcome, AlreadyReserved):
         logger.event(
             "request.repeated",
@@ -156,13 +159,37 @@ def _refused(request: ReserveRequest, refused: Refused) -> None:
         task=request.task_name,
         task_id=request.task_id,
         stage=request.stage,
-        name=refused.budget,
-        unit=refused.unit,
-        requested=refused.requested,
-        available=refused.limit - refused.reserved - refused.spent,
-        limit=refused.limit,
-        reason=refused.reason,
+        **_short(refused),
     )
+
+
+def _short(refused: Refused) -> dict[str, Any]:
+    return {
+        "name": refused.budget,
+        "unit": refused.unit,
+        "requested": refused.requested,
+        "available": refused.limit - refused.reserved - refused.spent,
+        "limit": refused.limit,
+        "reason": refused.reason,
+    }
+
+
+def waived(
+    settings: Settings, request: ReserveRequest, refused: Refused | Backlogged | Full
+) -> None:
+    """Tell what a request that was admitted would have been refused with, were it enforced."""
+    short = _short(refused) if isinstance(refused, Refused) else {"reason": _reason(refused)}
+    logger.event(
+        "request.waived",
+        task=request.task_name,
+        task_id=request.task_id,
+        stage=request.stage,
+        **short,
+    )
+    if isinstance(refused, Refused):
+        tracing.of(settings).count(
+            "celery_budget.waived", refused.requested, unit=refused.unit, reason=refused.reason
+        )
 
 
 def claim(

@@ -515,6 +515,7 @@ class Claimed:
     :ivar elapsed_us: how long ago the first attempt started; 0 where nobody asked.
     :ivar deadline_us: when all of the request is to be over; none for no such time.
     :ivar left_us: how long it has until then.
+    :ivar waived: of what was admitted just now, as of :class:`Reserved`.
     """
 
     attempt: int
@@ -522,6 +523,7 @@ class Claimed:
     elapsed_us: int = field(default=0, compare=False)
     deadline_us: int | None = field(default=None, compare=False)
     left_us: int | None = field(default=None, compare=False)
+    waived: Refused | Backlogged | Full | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,7 @@ def test_bounds_on_what_waits_are_waived_and_what_is_too_heavy_is_not(ledger: Le
         ledger.admit(shadow(ledger, 51), queue="slow")
     ledger.settings = replace(ledger.settings, max_outbox=1)
     ledger.reserve(10)
+    ledger.put("backlog", {"counted_us": 1})
     beyond = shadow(ledger, 10)
     assert isinstance(ledger.admit(beyond), Reserved)
     assert noted(ledger, beyond)["kind"] == "backlogged"
