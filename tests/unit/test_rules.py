@@ -158,6 +158,13 @@ WRONG: list[tuple[str, str, str, Facts]] = [
         task(acks_late=False, reject_on_worker_lost=True),
     ),
     ("acks-on-failure", "warning", "shop.draft: acks_on", task(acks_on_failure=False)),
+    ("not-enforced", "warning", "shop.draft: nothing is refused", task(enforced=False)),
+    (
+        "not-enforced",
+        "warning",
+        "shop.draft: nothing is refused",
+        replace(sqlite(), tasks=task(enforced=False).tasks),
+    ),
     ("prefetch", "warning", "without a bound", replace(CLEAN, prefetch=0)),
     ("prefetch", "warning", "w@here takes 5,000 messages", worker(prefetch=5000)),
     ("result-backend", "warning", "no result_backend", replace(CLEAN, backend="disabled")),
