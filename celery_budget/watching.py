@@ -159,36 +159,35 @@ def _refused(request: ReserveRequest, refused: Refused) -> None:
         task=request.task_name,
         task_id=request.task_id,
         stage=request.stage,
-        **_short(refused),
+        name=refused.budget,
+        unit=refused.unit,
+        requested=refused.requested,
+        available=refused.limit - refused.reserved - refused.spent,
+        limit=refused.limit,
+        reason=refused.reason,
     )
-
-
-def _short(refused: Refused) -> dict[str, Any]:
-    return {
-        "name": refused.budget,
-        "unit": refused.unit,
-        "requested": refused.requested,
-        "available": refused.limit - refused.reserved - refused.spent,
-        "limit": refused.limit,
-        "reason": refused.reason,
-    }
 
 
 def waived(
     settings: Settings, request: ReserveRequest, refused: Refused | Backlogged | Full
 ) -> None:
     """Tell what a request that was admitted would have been refused with, were it enforced."""
-    short = _short(refused) if isinstance(refused, Refused) else {"reason": _reason(refused)}
+    short = refused if isinstance(refused, Refused) else None
     logger.event(
         "request.waived",
         task=request.task_name,
         task_id=request.task_id,
         stage=request.stage,
-        **short,
+        name=short and short.budget,
+        unit=short and short.unit,
+        requested=short and short.requested,
+        available=short and short.limit - short.reserved - short.spent,
+        limit=short and short.limit,
+        reason=short.reason if short else _reason(refused),
     )
-    if isinstance(refused, Refused):
+    if short is not None:
         tracing.of(settings).count(
-            "celery_budget.waived", refused.requested, unit=refused.unit, reason=refused.reason
+            "celery_budget.waived", short.requested, unit=short.unit, reason=short.reason
         )
 
 
