@@ -411,7 +411,7 @@ def _kept_for_others(
     Those of its own come in their order anyway. Locks nothing.
     """
     ahead = parked.ahead(connection, row.root) - {row.budget}
-    if request.finishing or not ahead:
+    if request.finishing or not request.enforced or not ahead:
         return None
     known = levels_of(connection, row.root, [line.budget for line in request.lines])
     decided = decide(request.lines, known, False) if known else ()
