@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from celery import chain, chord, group
+from celery import Celery, chain, chord, group
 from sqlalchemy.orm import Session
 
 from celery_budget import BudgetedTask, BudgetExceeded, UnknownBudget, budgeted, usage
 from celery_budget.errors import EstimateError, PolicyError, QueueFull
 from celery_budget.store import schema
+from tests.apps import steps
+from tests.cluster import WAIT, Cluster
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop, current
+from tests.integration.tenant import Tenant
 
 OFF: dict[str, Any] = {"budget_enforce": False}
 
@@ -239,3 +242,54 @@ def test_it_is_told(off: Shop, run: Run, caplog: pytest.LogCaptureFixture) -> No
     assert "not enforced; it would have been refused (exhausted: 11 tokens of budget" in told
     assert "it would not be refused" in " ".join(run(off.app, "explain", first.id).out.split())
     assert run(off.app, "reconcile").code == 0
+
+
+def test_a_real_worker_runs_what_is_over_its_budget(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Retries, a chord's body, and what came without a reservation: none waits or fails."""
+    folder = tmp_path_factory.mktemp("unenforced")
+    for name in ("queue", "results"):
+        (folder / name).mkdir()
+    cluster = Cluster(
+        folder,
+        {
+            "broker_url": "filesystem://",
+            "broker_transport_options": {
+                "data_folder_in": str(folder / "queue"),
+                "data_folder_out": str(folder / "queue"),
+                "processed_folder": str(folder / "processed"),
+                "control_folder": str(folder / "control"),
+                "polling_interval": 0.05,
+            },
+            "result_backend": f"file://{folder / 'results'}",
+            "budget_database_url": f"sqlite:///{folder / 'budget.db'}",
+            "budget_enforce": False,
+            "budget_unreserved": "reject",
+            "imports": [steps.__name__],
+        },
+    )
+    try:
+        tenant = Tenant(cluster)
+        tenant.set(1)
+        cluster.worker("--budget-relay", concurrency=1)
+        retried = tenant.task("retried").delay(2, tenant.name)
+        body = chord(
+            [tenant.task("work").s(one, tenant.name) for one in (1, 2)],
+            tenant.task("total").s(tenant.name),
+        ).apply_async()
+        elsewhere = Celery("elsewhere", set_as_current=False)
+        elsewhere.conf.update(
+            {name: value for name, value in cluster.app.conf.items() if name.startswith("broker_")}
+        )
+        elsewhere.conf.result_backend = cluster.app.conf.result_backend
+        unreserved = elsewhere.send_task("steps.work", (7, tenant.name))
+        assert [one.get(timeout=WAIT) for one in (retried, body, unreserved)] == [2, 3, 7]
+        assert tenant.outcomes(retried.id) == ["retried", "retried", "returned"]
+        assert tenant.story(unreserved.id).reservation["unreserved"]
+        report = cluster.budget.report()
+        assert (report.counts["refused"], report.counts["parked"]) == (0, 0)
+        assert {one.stage for one in report.waived} >= {"steps.retried", "steps.work"}
+        assert cluster.budget.reconcile().ok
+    finally:
+        cluster.stop()
