@@ -156,7 +156,9 @@ def _admit(
             lock_ms=settings.lock_ms,
             park_us=settings.park_us,
         )
-    tried = store.run_statement(
+    # What is not enforced takes several statements.
+    run = store.run_statement if request.enforced else store.run
+    tried = run(
         requests.try_reserve,
         request,
         message,
@@ -593,13 +595,24 @@ def outlook(
     lines: Sequence[Line],
     finishing: bool = False,
     queue: str | None = None,
+    *,
+    enforced: bool = True,
 ) -> Outlook:
     """Return whether a request with ``lines`` would be admitted now; changes and locks nothing.
 
     :param queue: where its message would go; none where its lane is not looked at.
+    :param enforced: whether it is refused where it does not fit.
     :raises StoreError: where the ledger cannot be read.
     """
-    found = store.read(looks.look, settings.root, lines, finishing, settings.max_outbox, queue)
+    found = store.read(
+        looks.look,
+        settings.root,
+        lines,
+        finishing,
+        settings.max_outbox,
+        queue,
+        enforced=enforced,
+    )
     return Outlook(True) if found is None else Outlook(False, error_of(found))
 
 
@@ -610,6 +623,7 @@ def outlook_through(
     weight: int,
     finishing: bool = False,
     *,
+    enforced: bool = True,
     waits: bool = False,
     stop: Stop | None = None,
 ) -> tuple[int, Outlook]:
@@ -621,7 +635,7 @@ def outlook_through(
     """
     of = (settings.root, ways, weight, finishing, settings.max_outbox)
     if waits:
-        number, found = store.wait_out_reading(stop, looks.look_through, *of)
+        number, found = store.wait_out_reading(stop, looks.look_through, *of, enforced=enforced)
     else:
-        number, found = store.read(looks.look_through, *of)
+        number, found = store.read(looks.look_through, *of, enforced=enforced)
     return number, Outlook(True) if found is None else Outlook(False, error_of(found))

@@ -124,6 +124,12 @@ EVENTS = _events(
         f"{_TASK} is refused: %(reason)s (%(requested)s %(unit)s of budget %(name)r)",
         ("stage", "available", "limit"),
     ),
+    Event(
+        "request.waived",
+        _I,
+        f"{_TASK} is admitted, and would be refused were it enforced: %(reason)s",
+        ("stage", "name", "unit", "requested", "available", "limit"),
+    ),
     Event("request.turned_away", _I, f"{_TASK} is turned away: %(reason)s", ("stage",)),
     Event("request.parked", _I, f"{_TASK} waits for budget", ("parked_id", "stage", "estimated")),
     Event(

@@ -78,6 +78,8 @@ class Settings:
     :ivar lease_seconds: how long a worker may be silent before its attempt counts as lapsed.
     :ivar unreserved: what a worker does with a message of a budgeted task that came without a
         reservation: ``admit`` it (and park what does not fit) or ``reject`` it.
+    :ivar enforce: whether what does not fit its budget is refused, or parked. Where not, it is
+        admitted over the limit and counted; a task's ``enforce=`` says otherwise for its calls.
     :ivar max_deliveries: how many attempts one message gets before it counts as lost.
     :ivar max_publishes: how often one message is published (or tried) before its hold is released.
     :ivar poll_seconds: how often an idle relay looks for due messages.
@@ -145,6 +147,7 @@ class Settings:
     root: str = "default"
     lease_seconds: float = 60.0
     unreserved: str = "admit"
+    enforce: bool = True
     max_deliveries: int = 10
     max_publishes: int = 12
     poll_seconds: float = 0.1

@@ -225,7 +225,8 @@ def start(
         if not isinstance(started, Closed):
             watching.admission(settings, request, started, began, last=last)
         return started
-    watching.admission(settings, request, Reserved(request.reservation_id), began)
+    reserved = Reserved(request.reservation_id, started.waived)
+    watching.admission(settings, request, reserved, began)
     return _in_place(store, settings, delivery, started)
 
 
@@ -240,7 +241,7 @@ def _start(
 ) -> Claimed | NotStarted:
     """Start in one statement where the store can, and what that leaves in a transaction."""
     key = (request, delivery, claim_id, settings.lease_us)
-    if store.dialect == "postgresql":
+    if store.dialect == "postgresql" and request.enforced:
         started = store.run_statement(
             in_place.start_at_once, *key, note=note, lock_ms=store.lock_ms
         )

@@ -41,6 +41,11 @@ Kind = Literal["producer", "client", "consumer", "internal"]
 METRICS: Mapping[str, tuple[Literal["counter", "histogram"], str, str]] = {
     "celery_budget.admissions": ("counter", "{request}", "requests by what came of them"),
     "celery_budget.refused": ("counter", "{unit}", "what was asked for and refused, by unit"),
+    "celery_budget.waived": (
+        "counter",
+        "{unit}",
+        "what was admitted though it would be refused were it enforced, by unit",
+    ),
     "celery_budget.estimated": ("counter", "{unit}", "what settled requests had estimated"),
     "celery_budget.used": ("counter", "{unit}", "what settled requests have used"),
     "celery_budget.charged": ("counter", "{unit}", "what settled requests were charged"),

@@ -13,6 +13,7 @@ from typing import Any
 from celery_budget import tracing
 from celery_budget.core.reservations import (
     AlreadyReserved,
+    Backlogged,
     Claimed,
     Conflict,
     Crowded,
@@ -32,7 +33,7 @@ from celery_budget.events import Logger
 from celery_budget.settings import Settings
 from celery_budget.tracing import Span
 
-__all__ = ["admission", "claim", "describe", "end", "recorded", "run", "settled"]
+__all__ = ["admission", "claim", "describe", "end", "recorded", "run", "settled", "waived"]
 
 logger = Logger(__name__)
 
@@ -102,6 +103,8 @@ def admission(
             estimated=request.estimates,
             seconds=seconds,
         )
+        if outcome.waived is not None:
+            waived(settings, request, outcome.waived)
     elif isinstance(outcome, AlreadyReserved):
         logger.event(
             "request.repeated",
@@ -163,6 +166,29 @@ def _refused(request: ReserveRequest, refused: Refused) -> None:
         limit=refused.limit,
         reason=refused.reason,
     )
+
+
+def waived(
+    settings: Settings, request: ReserveRequest, refused: Refused | Backlogged | Full
+) -> None:
+    """Tell what a request that was admitted would have been refused with, were it enforced."""
+    short = refused if isinstance(refused, Refused) else None
+    logger.event(
+        "request.waived",
+        task=request.task_name,
+        task_id=request.task_id,
+        stage=request.stage,
+        name=short and short.budget,
+        unit=short and short.unit,
+        requested=short and short.requested,
+        available=short and short.limit - short.reserved - short.spent,
+        limit=short and short.limit,
+        reason=short.reason if short else _reason(refused),
+    )
+    if short is not None:
+        tracing.of(settings).count(
+            "celery_budget.waived", short.requested, unit=short.unit, reason=short.reason
+        )
 
 
 def claim(

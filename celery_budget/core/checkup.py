@@ -56,6 +56,7 @@ class TaskSeen:
     :ivar budgeted: whether it passes the gate.
     :ivar says_budget: whether its options say that it has a budget.
     :ivar reuse_seconds: for how long its runs are joined; none for not at all.
+    :ivar enforced: whether its calls are refused where they do not fit.
     """
 
     name: str
@@ -67,6 +68,7 @@ class TaskSeen:
     ignore_result: bool = False
     time_limit: float | None = None
     reuse_seconds: float | None = None
+    enforced: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The PostgreSQL function ``budget_decide`` is the same in SQL; one contract suite
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from celery_budget.core.amounts import MAX_AMOUNT
 from celery_budget.core.budgets import MILLION, most
@@ -24,6 +24,7 @@ __all__ = [
     "limits_in_force",
     "queued",
     "short",
+    "unlimited",
 ]
 
 #: The state of a budget that takes new requests.
@@ -160,6 +161,20 @@ def drawn_by(lines: Sequence[Line], levels: Mapping[str, Level]) -> dict[str, Dr
                 level.budget, level.unit, level.window_us or 0, amount, line.charge
             )
     return draws
+
+
+def unlimited(levels: Mapping[str, Level]) -> dict[str, Level]:
+    """Return the same budgets without their limits and stops: what is not enforced is decided so.
+
+    What is no question of how much stays: a budget that was closed takes nothing new, and none
+    counts beyond 64 bits.
+    """
+    return {
+        name: replace(
+            level, limit_amount=None, limit_share=None, soft_stop=MILLION, hard_stop=MILLION
+        )
+        for name, level in levels.items()
+    }
 
 
 def queued(

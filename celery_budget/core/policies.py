@@ -105,6 +105,7 @@ class BudgetPolicy:
     :ivar parking: what becomes of its calls that do not fit.
     :ivar fallback: the lanes that its calls are tried in, in this order; none for the queue that
         Celery routes them to.
+    :ivar enforce: whether its calls are refused where they do not fit; none for the setting's.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -126,6 +127,7 @@ class BudgetPolicy:
     shadows: Sequence[str | Estimator] = ()
     parking: Parking = field(default_factory=Parking)
     fallback: Sequence[str] | None = None
+    enforce: bool | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +144,11 @@ class BudgetPolicy:
             raise PolicyError(f"stage= is {self.stage!r}; give a name or leave it out")
         if type(self.stop_at_hold) is not bool:
             raise PolicyError(f"stop_at_hold= is {self.stop_at_hold!r}; give True or False")
+        if self.enforce is not None and type(self.enforce) is not bool:
+            raise PolicyError(
+                f"enforce= is {self.enforce!r}; give True or False, or leave it out for the "
+                "setting budget_enforce"
+            )
         if not (self.fair_by is None or isinstance(self.fair_by, str) or callable(self.fair_by)):
             raise PolicyError(
                 f"fair_by= is {self.fair_by!r}; give a name, a template such as '{{tenant}}', or a "

@@ -126,6 +126,8 @@ class ReserveRequest:
     :ivar tenant: whose share of a lane it counts to; the owner's unless given.
     :ivar parks: whether it waits where it does not fit, if it is new; what goes on always does.
     :ivar park_us: for how many microseconds it waits at most; none for the setting's.
+    :ivar enforced: whether it is refused, or parked, where it does not fit; what is not enforced is
+        admitted over the limit, and its refusal waived.
     :raises PolicyError: where two lines draw on one budget: a balance is decided on once.
     """
 
@@ -155,6 +157,7 @@ class ReserveRequest:
     tenant: str | None = None
     parks: bool = False
     park_us: int | None = None
+    enforced: bool = True
 
     def estimates(self) -> dict[str, int]:
         """What it asks of each budget it names."""
@@ -174,9 +177,13 @@ class ReserveRequest:
 
 @dataclass(frozen=True)
 class Reserved:
-    """The request was admitted: its lines are held and its message is in the outbox."""
+    """The request was admitted: its lines are held and its message is in the outbox.
+
+    :ivar waived: what it would have been refused with, were it enforced; none where it fitted.
+    """
 
     reservation_id: uuid.UUID
+    waived: Refused | Backlogged | Full | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -508,6 +515,7 @@ class Claimed:
     :ivar elapsed_us: how long ago the first attempt started; 0 where nobody asked.
     :ivar deadline_us: when all of the request is to be over; none for no such time.
     :ivar left_us: how long it has until then.
+    :ivar waived: of what was admitted just now, as of :class:`Reserved`.
     """
 
     attempt: int
@@ -515,6 +523,7 @@ class Claimed:
     elapsed_us: int = field(default=0, compare=False)
     deadline_us: int | None = field(default=None, compare=False)
     left_us: int | None = field(default=None, compare=False)
+    waived: Refused | Backlogged | Full | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Terms:
         version. Asked where the call is admitted, and not for each look at its terms.
     :ivar parking: what becomes of it where it does not fit.
     :ivar fallback: the lanes that it is tried in, in this order.
+    :ivar enforced: whether it is refused, or waits, where it does not fit.
     """
 
     stage: str
@@ -45,6 +46,7 @@ class Terms:
 
     parking: Parking = field(default_factory=Parking)
     fallback: tuple[str, ...] = ()
+    enforced: bool = True
 
     def parking_of(self, call: Parking) -> Parking:
         """Return what becomes of a call that does not fit, by what the call says itself.
@@ -61,7 +63,7 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
 
     They draw on all the budgets that any of them names, in the order in which those are named
     first; the owner is that of the first call. Stage, estimator, version, tenant, deadline,
-    parking and lanes are those of the first call as well.
+    parking, lanes and whether it is enforced are those of the first call as well.
 
     :param arguments: what the fingerprint is of, beside the task's name.
     :raises InvalidAmount: where a sum is too large.

@@ -181,6 +181,7 @@ def _tasks(budget: CeleryBudget) -> Iterator[TaskSeen]:
             bool(task.ignore_result),
             _seconds(task.time_limit),
             None if reuse is None else reuse.kept_us / 1_000_000,
+            budget.settings.enforce if policy is None or policy.enforce is None else policy.enforce,
         )
 
 

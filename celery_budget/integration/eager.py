@@ -274,6 +274,7 @@ def _request(
         finishing=finishing or _continued(budget) is not None,
         deadline_us=deadline.at_us,
         within_us=deadline.within_us,
+        enforced=terms.enforced,
     )
 
 

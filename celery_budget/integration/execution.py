@@ -336,7 +336,7 @@ def _admit_delivered(
     published anew should this worker go away.
     """
     request = task.request
-    if budget.settings.unreserved == "reject":
+    if budget.settings.unreserved == "reject" and task.budget_enforced(args, kwargs):
         _count_rejected(budget, task, args, kwargs)
         raise Reject(
             f"task {task.name}[{request.id}] came without a reservation and budget_unreserved "

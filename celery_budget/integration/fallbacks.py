@@ -191,6 +191,7 @@ class Choice:
             looked,
             request.weight,
             request.finishing,
+            enforced=request.enforced,
             waits=self.waits,
             stop=self.stop,
         )
@@ -213,7 +214,11 @@ class Choice:
 
 
 def outlook(
-    budget: CeleryBudget, lines: Sequence[Line], names: Sequence[str], finishing: bool
+    budget: CeleryBudget,
+    lines: Sequence[Line],
+    names: Sequence[str],
+    finishing: bool,
+    enforced: bool,
 ) -> Outlook:
     """Return whether any of these lanes would take a request with ``lines`` now.
 
@@ -222,4 +227,6 @@ def outlook(
     known = _named(budget, names, False, None)
     weight = lines[0].amount
     looked = [(lane, (*lines, *lane.lines(weight))) for lane in known]
-    return admission.outlook_through(budget.store, budget.settings, looked, weight, finishing)[1]
+    return admission.outlook_through(
+        budget.store, budget.settings, looked, weight, finishing, enforced=enforced
+    )[1]

@@ -150,6 +150,7 @@ class Gate:
             within_us=deadline.within_us,
             parks=parking.parks and call.origin == "new",
             park_us=parking.park_us,
+            enforced=terms.enforced,
         )
         delivered = delivered_now()
         if delivered is not None and delivered.task_id == task_id:

@@ -47,6 +47,10 @@ class GatedTask(Task):
         """Tell whether such a call stops where it has used more than is held for it."""
         return False
 
+    def budget_enforced(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether such a call is refused, or waits, where it does not fit."""
+        return True
+
     def budget_retries(self, args: Any, kwargs: Any) -> Retries:
         """Return how long such a call is tried."""
         return Retries()

@@ -58,6 +58,10 @@ class InlineTask(GatedTask):
         inner, _ = self._inner(args, kwargs)
         return inner is not None and inner.budget_stops_at_hold((), {})
 
+    def budget_enforced(self, args: Any, kwargs: Any) -> bool:
+        inner, _ = self._inner(args, kwargs)
+        return inner is None or inner.budget_enforced((), {})
+
     def budget_retries(self, args: Any, kwargs: Any) -> Retries:
         inner, _ = self._inner(args, kwargs)
         return Retries() if inner is None else inner.budget_retries((), {})

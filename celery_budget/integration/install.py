@@ -229,12 +229,15 @@ class CeleryBudget(Ledger):
             out what is asked for.
         :raises StoreError: where the ledger cannot be read.
         """
-        asked, lanes, routed = lines_of_call(self.app, task, args, kwargs or {}, lines)
+        asked, lanes, routed, own = lines_of_call(self.app, task, args, kwargs or {}, lines)
+        enforced = self.settings.enforce if own is None else own
         if not asked:
             return Outlook(True)
         if lanes:
-            return fallbacks.outlook(self, asked, lanes, finishing)
-        return admission.outlook(self.store, self.settings, asked, finishing, queue or routed)
+            return fallbacks.outlook(self, asked, lanes, finishing, enforced)
+        return admission.outlook(
+            self.store, self.settings, asked, finishing, queue or routed, enforced=enforced
+        )
 
     def batch(self, *, partial: bool = False) -> Batch:
         """Admit all that is published in a block together when it ends, in one transaction.

@@ -80,12 +80,13 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``, ``reuse``
-    and ``version``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its
-    attempt is claimed before its body runs, and what it used is settled before anything follows
-    from it. A subclass with a ``__call__`` or a ``retry`` of its own has to call this one. A task
-    without ``budget`` and ``estimate`` is an error when it is first used, and when a worker starts.
+    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``,
+    ``enforce``, ``reuse`` and ``version``, as class attributes or as options of
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`. Its message
+    is reserved before it is dispatched, its attempt is claimed before its body runs, and what it
+    used is settled before anything follows from it. A subclass with a ``__call__`` or a ``retry``
+    of its own has to call this one. A task without ``budget`` and ``estimate`` is an error when it
+    is first used, and when a worker starts.
     """
 
     abstract = True
@@ -109,6 +110,7 @@ class BudgetedTask(GatedTask):
         on_refused: str | None
         park_for: float | None
         fallback: Sequence[str] | None
+        enforce: bool | None
         reuse: str | float | timedelta | None
         version: str | int
 
@@ -147,6 +149,7 @@ class BudgetedTask(GatedTask):
             shadows=getattr(cls, "shadows", ()),
             parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
             fallback=getattr(cls, "fallback", None),
+            enforce=getattr(cls, "enforce", None),
             reuse=Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
@@ -170,13 +173,18 @@ class BudgetedTask(GatedTask):
             deadline=policy.deadline,
             parking=policy.parking,
             fallback=policy.lanes,
+            enforced=self.budget_enforced((), {}),
             ask_shadows=functools.partial(
                 ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
             ),
         )
 
     def budget_stops_at_hold(self, args: Any, kwargs: Any) -> bool:
-        return _policy(self).stop_at_hold
+        return _policy(self).stop_at_hold and self.budget_enforced(args, kwargs)
+
+    def budget_enforced(self, args: Any, kwargs: Any) -> bool:
+        own = _policy(self).enforce
+        return installed_on(self.app).settings.enforce if own is None else own
 
     def budget_retries(self, args: Any, kwargs: Any) -> Retries:
         return _policy(self).retries
@@ -244,6 +252,7 @@ def budgeted(
     on_refused: str | None = None,
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
+    enforce: bool | None = None,
     bind: Literal[True],
     **task_options: Any,
 ) -> _BoundDecorator: ...
@@ -269,6 +278,7 @@ def budgeted(
     on_refused: str | None = None,
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
+    enforce: bool | None = None,
     bind: Literal[False] = ...,
     **task_options: Any,
 ) -> _Decorator: ...
@@ -303,6 +313,7 @@ def budgeted(
     on_refused: str | None = None,
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
+    enforce: bool | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -355,6 +366,9 @@ def budgeted(
     :param fallback: names of lanes, tried in this order in one admission: a request draws on the
         lane's budgets beside its own, and goes to the lane's queue. What the last one refuses is
         refused, or with ``on_refused="park"`` waits for that one.
+    :param enforce: ``False`` where calls that do not fit are admitted all the same, over the limit,
+        and counted as what would have been refused; ``True`` where they are refused whatever
+        ``budget_enforce`` says, which counts unless this is given.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -373,6 +387,7 @@ def budgeted(
         shadows=shadows,
         parking=Parking(on_refused, park_for),
         fallback=fallback,
+        enforce=enforce,
         reuse=Reuse.given(reuse, version),
     )
 

@@ -54,11 +54,11 @@ def lines_of_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     lines: Mapping[str, int] | Sequence[BudgetLine] | None = None,
-) -> tuple[tuple[Line, ...], tuple[str, ...], str | None]:
+) -> tuple[tuple[Line, ...], tuple[str, ...], str | None, bool | None]:
     """Return what a call draws on, or what explicit lines do; nothing for a task without a budget.
 
-    With it the lanes that the call is tried in, and the queue that it goes to without those; none
-    for explicit lines.
+    With it the lanes that the call is tried in, the queue that it goes to without those, and
+    whether it is enforced; none of both for explicit lines.
 
     :raises PolicyError: for what is neither a task nor lines, and for a canvas.
     """
@@ -74,7 +74,7 @@ def lines_of_call(
             else list(lines)
         )
         policy = BudgetPolicy(given)
-        return policy.evaluate("a look", inspect.Signature(), (), {}).lines, (), None
+        return policy.evaluate("a look", inspect.Signature(), (), {}).lines, (), None, None
     options: Mapping[str, Any] = {}
     if isinstance(task, Signature):
         if task.get("subtask_type") not in (None, "xmap", "xstarmap"):
@@ -89,10 +89,11 @@ def lines_of_call(
         raise PolicyError(f"{task!r} is no task; give a task, its name or its signature")
     terms = terms_of(app, name, tuple(args), kwargs)
     if terms is None:
-        return (), (), None
+        return (), (), None, None
     if terms.fallback:
-        return terms.evaluation.lines, terms.fallback, None
-    return terms.evaluation.lines, (), _queue_of(app, name, tuple(args), kwargs, options)
+        return terms.evaluation.lines, terms.fallback, None, terms.enforced
+    queue = _queue_of(app, name, tuple(args), kwargs, options)
+    return terms.evaluation.lines, (), queue, terms.enforced
 
 
 def _queue_of(
@@ -199,5 +200,6 @@ def _step(
         within_us=deadline.within_us,
         plan=head.reservation_id,
         step=number,
+        enforced=terms.enforced,
     )
     return request, terms.fallback

@@ -92,6 +92,13 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("requests_refused_total", "requests that were refused", "stage"),
     _counter("refusals_total", "refusals by the budget that was short", "budget", "reason"),
     _counter(
+        "waived_total",
+        "requests that a budget would have refused, were they enforced",
+        "budget",
+        "reason",
+    ),
+    _counter("waived_amount_total", "what those have asked for", "budget", "reason"),
+    _counter(
         "failures_total",
         "failures: refused, transient, permanent, exhausted, uncertain, expired",
         "stage",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from celery_budget.core.budgets import Balance
 from celery_budget.core.tallies import AMOUNTS, Figures, Key, add
 from celery_budget.reconcile import Drift, LaneStanding, Queued
-from celery_budget.reconcile.figures import Amounts, Refusals
+from celery_budget.reconcile.figures import Amounts, Refusals, Waived
 from celery_budget.reconcile.lanes import lane_standings_in
 from celery_budget.reconcile.totals import MEASURED, Total, drifts
 from celery_budget.reconcile.waiting import queued_in
@@ -41,6 +41,7 @@ class Sums:
     drift: Sequence[Drift]
     amounts: Sequence[Amounts]
     refusals: Sequence[Refusals]
+    waived: Sequence[Waived]
     seconds: float = 0.0
 
 
@@ -99,6 +100,7 @@ def _added_up(connection: Connection, root: str) -> Sums:
         drifts(adding.measured, {}),
         adding.total.drawn(),
         [Refusals(*key, count) for key, count in adding.refused.items()],
+        adding.waived,
         time.monotonic() - begun,
     )
 
@@ -110,6 +112,7 @@ class _Adding:
         self.stages: dict[str, Total] = {}
         self.measured: dict[tuple[str, str, str], Figures] = {}
         self.refused: dict[tuple[str, str], int] = {}
+        self.waived: list[Waived] = []
         self.total = Total()
 
     def gather(self, connection: Connection, root: str) -> None:
@@ -129,6 +132,8 @@ class _Adding:
             self.refused[budget, reason] = self.refused.get((budget, reason), 0) + count
             # Before days were counted it was not kept.
             self._stage(stage or UNKNOWN).refused += count
+        for _, budget, stage, reason, count, amount in figures.waived(connection, root, EVERYTHING):
+            self.waived.append(Waived(budget, stage, reason, count, amount))
 
     def _count(self, key: Key, found: Figures) -> None:
         add(self._stage(key.stage).figures, found)

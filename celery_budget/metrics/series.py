@@ -99,6 +99,10 @@ class Series:
         for refused in sums.refusals:
             budget = self._budgets.of(refused.budget)
             families.add("refusals_total", refused.count, budget, refused.reason)
+        for waived in sums.waived:
+            named = self._budgets.of(waived.budget), waived.reason
+            families.add("waived_total", waived.count, *named)
+            families.add("waived_amount_total", waived.amount, *named)
         for amounts in sums.amounts:
             own = self._budgets.of(amounts.budget), amounts.unit
             families.add("charged_total", amounts.charged, *own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["FAILURES", "GROUPINGS", "Amounts", "Day", "Group", "Refusals", "Spread"]
+__all__ = ["FAILURES", "GROUPINGS", "Amounts", "Day", "Group", "Refusals", "Spread", "Waived"]
 
 #: By what the figures of a report may be grouped.
 GROUPINGS = ("tenant", "stage", "task", "day", "estimator")
@@ -71,6 +71,25 @@ class Refusals:
     budget: str
     reason: str
     count: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Waived:
+    """What a budget would have refused, had it been enforced, by stage and reason.
+
+    :ivar count: how often.
+    :ivar amount: what that asked for in all.
+    """
+
+    budget: str
+    stage: str
+    reason: str
+    count: int
+    amount: int
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""

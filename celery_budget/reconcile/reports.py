@@ -9,7 +9,7 @@ from celery_budget.core.budgets import Balance
 from celery_budget.core.tallies import AMOUNTS, DAY_US, Figures, Key, add, day_of
 from celery_budget.errors import InvalidReport
 from celery_budget.reconcile.estimates import Drift
-from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread
+from celery_budget.reconcile.figures import Amounts, Day, Group, Refusals, Spread, Waived
 from celery_budget.reconcile.terms import balance_as_dict
 from celery_budget.reconcile.totals import (
     GROUPED_BY,
@@ -87,6 +87,7 @@ class Report:
     :ivar lanes: how many requests were admitted in each lane, by name.
     :ivar parked: how much waits for each budget that anything waits for.
     :ivar refusals: how often a budget was short, by budget and reason.
+    :ivar waived: how often one would have refused what was admitted, since that is not enforced.
     :ivar amounts: of the requests that have ended, by budget.
     :ivar failures: by all of :data:`~.figures.FAILURES`.
     :ivar waits: from when a request was due to its first start.
@@ -112,6 +113,7 @@ class Report:
     parked: tuple[Queued, ...] = ()
     lanes: dict[str, int] = field(default_factory=dict)
     refusals: tuple[Refusals, ...] = ()
+    waived: tuple[Waived, ...] = ()
     amounts: tuple[Amounts, ...] = ()
     failures: dict[str, int] = field(default_factory=dict)
     waits: Spread = field(default_factory=Spread)
@@ -145,6 +147,7 @@ class Report:
             "quarantine_full": self.quarantine_full,
             "parked": [queued.as_dict() for queued in self.parked],
             "refusals": [one.as_dict() for one in self.refusals],
+            "waived": [one.as_dict() for one in self.waived],
             "amounts": [one.as_dict() for one in self.amounts],
             "failures": self.failures,
             "waits": self.waits.as_dict(),
@@ -222,6 +225,7 @@ def _report(
         ),
         dict(sorted(sums.lanes.items())),
         tuple(Refusals(*key, number) for key, number in sorted(sums.refused.items())),
+        tuple(Waived(*key, *sums.waived[key]) for key in sorted(sums.waived)),
         total.drawn(),
         total.failures(),
         total.waits(),
@@ -261,6 +265,7 @@ class _Sums:
         self.by_estimator: dict[tuple[str, str, str], Figures] = {}
         self.lanes: dict[str, int] = {}
         self.refused: dict[tuple[str, str], int] = {}
+        self.waived: dict[tuple[str, str, str], tuple[int, int]] = {}
         self._days: dict[int, Total] = {}
         self._asked, self._by = asked, by
         self._owners = by == "tenant" and asked.budget is None
@@ -287,6 +292,9 @@ class _Sums:
                 self._group(named(self._by, group)).draw(budget, unit, found)
         for day, budget, stage, reason, number in figures.refused(connection, root, asked):
             self._refuse(day, budget, stage, reason, number)
+        for _, budget, stage, reason, number, amount in figures.waived(connection, root, asked):
+            before = self.waived.get((budget, stage, reason), (0, 0))
+            self.waived[budget, stage, reason] = before[0] + number, before[1] + amount
 
     def gather_days(self, connection: Connection, root: str, balances: tuple[Balance, ...]) -> None:
         """Add up what some budgets were charged on each of the last days.

@@ -38,6 +38,8 @@ COLUMNS = (
     *_TIMES,
     "refusals",
     *_REFUSED,
+    "waived",
+    "waived_amount",
     *(f"balance_{name}" for name in _BALANCE),
 )
 
@@ -74,7 +76,8 @@ def _whole(report: Report) -> Iterator[Row]:
     refused = {one.budget: _refused(report, one.budget) for one in report.refusals}
     never = _refused(report, None)
     balances = {one.budget: one for one in report.balances}
-    names = list(dict.fromkeys([*balances, *amounts, *refused])) or [""]
+    waived = [one.budget for one in report.waived]
+    names = list(dict.fromkeys([*balances, *amounts, *refused, *waived])) or [""]
     for name in names:
         balance = balances.get(name)
         yield {
@@ -83,6 +86,8 @@ def _whole(report: Report) -> Iterator[Row]:
             **({} if balance is None else _balance(balance)),
             **shared,
             **refused.get(name, never),
+            "waived": sum(one.count for one in report.waived if one.budget == name),
+            "waived_amount": sum(one.amount for one in report.waived if one.budget == name),
         }
 
 

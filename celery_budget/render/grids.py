@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from celery_budget.core.budgets import Balance
 from celery_budget.reconcile import Drift, Queued, RelaySeen
-from celery_budget.reconcile.figures import Amounts, Group, Refusals, Spread
+from celery_budget.reconcile.figures import Amounts, Group, Refusals, Spread, Waived
 from celery_budget.render.text import duration, instant, number, printable
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "relays_grid",
     "some_of",
     "times_grid",
+    "waived_grid",
     "windows_grid",
 ]
 
@@ -193,6 +194,15 @@ def refusals_grid(refusals: Sequence[Refusals]) -> Grid:
         for one in refusals
     ]
     return Grid.of("Refused", ["short of", "reason", "refused", ""], rows, ["refused"])
+
+
+def waived_grid(waived: Sequence[Waived]) -> Grid:
+    """What each budget would have refused, had it been enforced."""
+    rows = [
+        (one.budget, one.stage, one.reason, number(one.count), number(one.amount)) for one in waived
+    ]
+    columns = ["short of", "stage", "reason", "requests", "amount"]
+    return Grid.of("Would have been refused", columns, rows, columns[3:])
 
 
 def parked_grid(parked: Sequence[Queued]) -> Grid:

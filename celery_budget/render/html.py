@@ -27,6 +27,7 @@ from celery_budget.render.grids import (
     relays_grid,
     some_of,
     times_grid,
+    waived_grid,
     windows_grid,
 )
 from celery_budget.render.notices import notices
@@ -90,6 +91,7 @@ def report_html(report: Report) -> str:
         "requests": [
             counts_grid(report.counts),
             refusals_grid(report.refusals),
+            waived_grid(report.waived),
             failures_grid(report.failures),
             parked_grid(report.parked),
             lanes_grid(report.lanes),

@@ -17,6 +17,7 @@ from celery_budget.render.grids import (
     lanes_grid,
     refusals_grid,
     times_grid,
+    waived_grid,
     windows_grid,
 )
 from celery_budget.render.tables import (
@@ -71,6 +72,7 @@ def _sections(report: Report) -> Iterator[tuple[str, RenderableType]]:
     yield from _unless_empty(windows_grid(report.balances))
     yield "Requests", counts_table(report.counts)
     yield from _unless_empty(refusals_grid(report.refusals))
+    yield from _unless_empty(waived_grid(report.waived))
     if report.parked:
         yield "Parked", queued_table(report.parked)
     failures = {name: count for name, count in report.failures.items() if count}

@@ -94,6 +94,10 @@ def _facts(story: Story) -> Iterator[tuple[str, str | None]]:
     deadline = told.get("request_deadline_us" if told["state"] == "parked" else "deadline_us")
     yield "deadline", None if deadline is None else moment(deadline)
     yield "flags", "; ".join(f"{flag}: {MEANING[flag]}" for flag in _FLAGS if told.get(flag))
+    if told.get("waived"):
+        yield "waived", _waived(json.loads(told["waived"]))
+    elif told.get("enforced") is False:
+        yield "waived", "nothing yet; it would not be refused"
     yield from _waits(story)
     for one in story.reused:
         yield "reused", f"by calls of {one['owner']}, until {moment(one['until_us'])} at the least"
@@ -200,6 +204,21 @@ def _followed(story: Story) -> RenderableType:
 def _refusals(refusals: Sequence[Row]) -> RenderableType:
     rows = [(moment(one["refused_us"]), literal(_refused(one))) for one in refusals]
     return table_of(["when", "refused before, of this task (a sample)"], rows, numbers=["when"])
+
+
+def _waived(one: Row) -> str:
+    """Return what a request that is not enforced would have been refused with, the last time."""
+    if one["kind"] == "full":
+        short = f"lane {one['lane']} takes no more: {one['reason']}"
+    elif one["kind"] == "backlogged":
+        short = f"{number(one['messages'])} messages wait, of at most {number(one['bound'])}"
+    else:
+        short = (
+            f"{one['reason']}: {number(one['requested'])} {one['unit']} of budget {one['budget']}, "
+            f"{number(one['reserved'])} reserved and {number(one['spent'])} spent of "
+            f"{number(one['limit'])}"
+        )
+    return f"not enforced; it would have been refused ({short})"
 
 
 def _refused(one: Row) -> str:

@@ -17,7 +17,15 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import Draw, Level, decide, limits_in_force, queued, short
+from celery_budget.core.draws import (
+    Draw,
+    Level,
+    decide,
+    limits_in_force,
+    queued,
+    short,
+    unlimited,
+)
 from celery_budget.core.lanes import HEAVY, Load
 from celery_budget.core.messages import WireMessage
 from celery_budget.core.reservations import (
@@ -50,7 +58,7 @@ from celery_budget.store import (
 from celery_budget.store.balances import Key, Move, lock_balances, move
 from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import insert_many
-from celery_budget.store.refusals import note_refusals
+from celery_budget.store.refusals import note_refusals, note_waived
 from celery_budget.store.schema import lines, now_us, reservations
 from celery_budget.store.standbys import wait_for_standbys
 from celery_budget.store.unready import Unready
@@ -65,6 +73,9 @@ _Standing = tuple[dict[str, Level], set[str], stripes.Held | None]
 _Before = tuple[dict[tuple[str, str, int], Any], set[str]]
 #: Outcomes for which a batch that is all or none is none.
 TURNED_AWAY = (Refused, Crowded, Unknown, Conflict, Backlogged, Full)
+
+#: Outcomes that are no mistake of the caller's: they are waived for what is not enforced.
+WAIVED = (Refused, Backlogged, Full)
 
 __all__ = [
     "MOST_KEYS",
@@ -138,7 +149,8 @@ def reserve_many(
     # Nothing more is asked where no lane was ever made.
     bounded = bound is not None and not delivered_us and any(row.has_lanes for row in inserted)
     fed = {message.queue for _, message in asked if message} if bounded else set()
-    standing = _standing(connection, root, asked, not full) if inserted else ({}, set(), None)
+    locked = not full or any(not request.enforced for request, _ in asked)
+    standing = _standing(connection, root, asked, locked) if inserted else ({}, set(), None)
     before = _before(connection, root, asked) if inserted and queues else ({}, set())
     trial = _Trial(
         standing, found, {row.reservation_id for row in inserted}, full, before, parks or Parks()
@@ -149,10 +161,20 @@ def reserve_many(
     for unit in _by_unit(asked, units):
         trial.decide(unit)
     trial.check_windows(root)
-    kept = {request.reservation_id for (request, _), _ in trial.admitted}
+    admitted = [request for (request, _), _ in trial.admitted]
+    kept = {request.reservation_id for request in admitted}
     _delete(connection, root, {row.reservation_id for row in inserted} - kept)
     drawn = _drawn(connection, root, trial.admitted, standing[2], asked)
     _write(connection, root, trial.admitted, delivered_us, drawn)
+    note_waived(
+        connection,
+        root,
+        [
+            (one.reservation_id, one.stage, one.task_name, trial.waived[one.reservation_id])
+            for one in admitted
+            if one.reservation_id in trial.waived
+        ],
+    )
     outcomes = [trial.outcomes[number] for number in range(len(asked))]
     if note:
         outcomes = _with_paces(connection, root, outcomes)
@@ -197,6 +219,7 @@ class _Trial:
     :ivar outcomes: by the number of the request.
     :ivar admitted: those to be written, and what they draw.
     :ivar fed: the lanes that turn new work away, by the queues they feed.
+    :ivar waived: what requests that are not enforced would have been refused with, by their ids.
     """
 
     def __init__(
@@ -211,6 +234,7 @@ class _Trial:
         self.outcomes: dict[int, Tried] = {}
         self.admitted: list[tuple[Asked, tuple[Draw, ...]]] = []
         self.fed: dict[str, waiting.Fed] = {}
+        self.waived: dict[uuid.UUID, Refused | Backlogged | Full] = {}
         self._known, self._possible, _ = standing
         self._found = found
         self._new = new
@@ -317,6 +341,8 @@ class _Trial:
         taken.append((one, decided))
         _take(self._known, decided, 1)
         self._hold(request, one[1], 1)
+        if isinstance(outcome, Reserved) and request.reservation_id in self.waived:
+            return replace(outcome, waived=self.waived[request.reservation_id])
         return outcome
 
     def _decide_new(self, one: Asked) -> tuple[Draw, ...] | Tried:
@@ -325,6 +351,22 @@ class _Trial:
         if known is not None:
             fingerprint = json.loads(known.request)["fingerprint"]
             return parked.same(request, known.parked_id, fingerprint)
+        decided = self._enforce(request, message)
+        if request.enforced or not isinstance(decided, WAIVED):
+            return decided
+        admitted: tuple[Draw, ...] | Tried = decide(
+            request.lines, unlimited(self._known), request.finishing
+        )
+        if isinstance(admitted, tuple):
+            # What is too heavy for its lane would be held by that for ever.
+            admitted = self._full_lane(request, message, HEAVY) or admitted
+        if isinstance(admitted, tuple):
+            self.waived[request.reservation_id] = decided
+        return admitted
+
+    def _enforce(
+        self, request: ReserveRequest, message: WireMessage | None
+    ) -> tuple[Draw, ...] | Tried:
         decided: tuple[Draw, ...] | Tried = _decide(request, self._known, self._possible)
         if isinstance(decided, tuple) and not request.finishing:
             decided = queued(self._known, decided, self._ahead) or decided
@@ -672,4 +714,5 @@ def columns_of(request: ReserveRequest) -> dict[str, Any]:
         "prices": request.prices,
         "deadline_us": request.deadline_us,
         "shadows": request.shadows,
+        "enforced": request.enforced,
     }

@@ -298,7 +298,7 @@ def refit(connection: Connection, root: str, reservation_id: uuid.UUID) -> None:
     """
     of = lines_of(connection, root, reservation_id)
     holds = _holds(of, {line.line: line.estimate for line in of})
-    if raise_holds(connection, root, of, holds, "raise") is not None:
+    if raise_holds(connection, root, of, holds, "raise", note=False) is not None:
         lowered = {line.line: min(holds[line.line], line.reserved) for line in of}
         set_holds(connection, root, of, lowered, "raise")
     if any(line.extended for line in of):
@@ -356,6 +356,7 @@ def again_request(connection: Connection, row: sa.Row[Any], tenant: str | None) 
         prices=row.prices,
         deadline_us=row.deadline_us,
         shadows=row.shadows,
+        enforced=row.enforced,
     )
 
 
@@ -410,7 +411,7 @@ def _kept_for_others(
     Those of its own come in their order anyway. Locks nothing.
     """
     ahead = parked.ahead(connection, row.root) - {row.budget}
-    if request.finishing or not ahead:
+    if request.finishing or not request.enforced or not ahead:
         return None
     known = levels_of(connection, row.root, [line.budget for line in request.lines])
     decided = decide(request.lines, known, False) if known else ()

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.tallies import AMOUNTS, DAY_US, Figures, Key
+from celery_budget.store.refusals import IS_WAIVED, WAIVED
 from celery_budget.store.schema import (
     IS_UNTALLIED,
     exact_sum,
@@ -26,7 +27,7 @@ from celery_budget.store.schema import (
 )
 from celery_budget.store.tallies import COUNTED, figures_of, key_of, streamed
 
-__all__ = ["Asked", "amounts", "direct", "opened", "parked_count", "refused", "tallied"]
+__all__ = ["Asked", "amounts", "direct", "opened", "parked_count", "refused", "tallied", "waived"]
 
 
 @dataclass(frozen=True)
@@ -207,12 +208,31 @@ def opened(connection: Connection, root: str, asked: Asked) -> Iterator[tuple[Ke
 def refused(
     connection: Connection, root: str, asked: Asked
 ) -> Iterator[tuple[int, str, str, str, int]]:
-    """Return how often budgets were short: day, budget, stage, reason and number.
+    """Return how often budgets refused: day, budget, stage, reason and number.
 
     Of days of which any part is asked for.
     """
+    for row in _refused(connection, root, asked, ~IS_WAIVED):
+        yield row.day, row.budget, row.stage, row.reason, int(row.number)
+
+
+def waived(
+    connection: Connection, root: str, asked: Asked
+) -> Iterator[tuple[int, str, str, str, int, int]]:
+    """Return how often budgets would have refused: day, budget, stage, reason, number and amount.
+
+    Of days of which any part is asked for.
+    """
+    for row in _refused(connection, root, asked, IS_WAIVED):
+        reason = row.reason.removeprefix(WAIVED)
+        yield row.day, row.budget, row.stage, reason, int(row.number), int(row.amount)
+
+
+def _refused(
+    connection: Connection, root: str, asked: Asked, which_kind: sa.ColumnElement[bool]
+) -> sa.Result[Any]:
     since, until = asked.since_us, asked.until_us
-    which = [refusals.c.root == root]
+    which = [refusals.c.root == root, which_kind]
     if since is not None:
         which.append(refusals.c.day >= since // DAY_US)
     if until is not None:
@@ -222,15 +242,14 @@ def refused(
     if asked.stage is not None:
         which.append(refusals.c.stage == asked.stage)
     keys = [refusals.c[name] for name in ("day", "budget", "stage", "reason")]
-    found = connection.execute(
-        sa.select(*keys, exact_sum(refusals.c.count).label("number"))
+    sums = exact_sum(refusals.c.count), exact_sum(refusals.c.amount)
+    return connection.execute(
+        sa.select(*keys, sums[0].label("number"), sums[1].label("amount"))
         .where(*which)
         .group_by(*keys)
         .order_by(*keys),
         execution_options={"yield_per": 1000},
     )
-    for row in found:
-        yield row.day, row.budget, row.stage, row.reason, int(row.number)
 
 
 def parked_count(connection: Connection, root: str, asked: Asked) -> int:

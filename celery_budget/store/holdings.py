@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection
 
 from celery_budget.core.tallies import DAY_US
 from celery_budget.store.claims import predecessor
+from celery_budget.store.refusals import IS_WAIVED
 from celery_budget.store.schema import (
     attempts,
     balances,
@@ -187,6 +188,7 @@ def refused(connection: Connection, root: str, budget: str) -> Rows:
         refusals.c.root == root,
         refusals.c.day.in_(range(today - REFUSED_DAYS + 1, today + 1)),
         refusals.c.budget == budget,
+        ~IS_WAIVED,
     )
     counted = (
         sa.select(

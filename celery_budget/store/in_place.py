@@ -10,7 +10,7 @@ there is no message it never runs anywhere else: it is lost then, and charged.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -98,7 +98,7 @@ def start(
         return claimed
     if not isinstance(claimed, Claimed):
         raise StoreError("a request that was to run at once has ended while this was repeated")
-    return claimed
+    return replace(claimed, waived=tried.waived)
 
 
 _START = Statement(

@@ -8,8 +8,8 @@ from dataclasses import replace
 from sqlalchemy.engine import Connection
 
 from celery_budget.core.budgets import Budget, Share
-from celery_budget.core.draws import OPEN, Draw, Level, decide, queued
-from celery_budget.core.lanes import Lane
+from celery_budget.core.draws import OPEN, Draw, Level, decide, queued, unlimited
+from celery_budget.core.lanes import HEAVY, Lane
 from celery_budget.core.reservations import Backlogged, Full, Line, Refused, Unknown
 from celery_budget.store import backlog, pace, parked, waiting
 from celery_budget.store.declaring import templates_for
@@ -26,6 +26,8 @@ def look(
     bound: int,
     queue: str | None = None,
     weight: int | None = None,
+    *,
+    enforced: bool = True,
 ) -> Refused | Unknown | Backlogged | Full | None:
     """Return what would turn a request with ``lines`` away now; none where nothing would.
 
@@ -36,24 +38,28 @@ def look(
     :param bound: how many messages may wait to be published.
     :param queue: where its message would go; none where its lane is not looked at.
     :param weight: what it weighs in a lane, if that is not its first amount.
+    :param enforced: as of :class:`~celery_budget.core.reservations.ReserveRequest`.
     :raises PolicyError: where one budget is drawn on by two rules.
     """
     found = _with_possible(connection, root, [line.budget for line in lines])
     if isinstance(found, Unknown):
         return found
-    decided: Refused | tuple[Draw, ...] = decide(lines, found, finishing)
-    if isinstance(decided, tuple) and not finishing:
+    decided: Refused | tuple[Draw, ...] = decide(
+        lines, found if enforced else unlimited(found), finishing
+    )
+    if isinstance(decided, tuple) and not finishing and enforced:
         decided = queued(found, decided, parked.ahead(connection, root)) or decided
     if isinstance(decided, Refused):
         return replace(
             decided, pace=pace.paces(connection, root, {decided.budget}).get(decided.budget)
         )
-    messages = backlog.seen(connection, root, bound)
-    if messages >= bound:
+    messages = backlog.seen(connection, root, bound) if enforced else 0
+    if enforced and messages >= bound:
         return Backlogged(messages, bound)
     fed = {} if queue is None else waiting.fed(connection, root, {queue}, note=False)
     own = lines[0].amount if weight is None else weight
-    return next((waiting.full(one, own) for one in fed.values()), None)
+    reasons = () if enforced else (HEAVY,)
+    return next((waiting.full(one, own, *reasons) for one in fed.values()), None)
 
 
 def look_through(
@@ -63,6 +69,8 @@ def look_through(
     weight: int,
     finishing: bool,
     bound: int,
+    *,
+    enforced: bool = True,
 ) -> tuple[int, Refused | Unknown | Backlogged | Full | None]:
     """Return the first of several lanes that would take a request now, and what is in its way.
 
@@ -74,7 +82,7 @@ def look_through(
     found: Refused | Unknown | Backlogged | Full | None = None
     for number, (lane, lines) in enumerate(ways):
         queue = None if finishing else lane.queues[0]
-        found = look(connection, root, lines, finishing, bound, queue, weight)
+        found = look(connection, root, lines, finishing, bound, queue, weight, enforced=enforced)
         if not isinstance(found, (Refused, Full)):
             return number, found
     return len(ways) - 1, found

@@ -7,21 +7,41 @@ over one row of each is left.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.reservations import Refused, ReserveRequest
+from celery_budget.core.amounts import MAX_AMOUNT
+from celery_budget.core.identity import new_id
+from celery_budget.core.reservations import Backlogged, Full, Refused, ReserveRequest
 from celery_budget.core.tallies import DAY_US
 from celery_budget.store.drivers import is_lent
 from celery_budget.store.insert import AT_ONCE
-from celery_budget.store.schema import instant, now_us, refusals
+from celery_budget.store.schema import instant, now_us, refusals, reservations
 
-__all__ = ["SLOTS", "fold", "note_refusals", "note_turned_away"]
+__all__ = [
+    "IS_WAIVED",
+    "SLOTS",
+    "WAIVED",
+    "fold",
+    "is_waived",
+    "note_refusals",
+    "note_turned_away",
+    "note_waived",
+]
+
+#: What the reason of a refusal begins with that was waived: its request was admitted.
+WAIVED = "waived:"
+#: Tells such rows from those of refusals.
+IS_WAIVED = refusals.c.reason.startswith(WAIVED, autoescape=True)
+#: What is added up in a row that counts.
+ADDED = ("count", "amount")
 
 #: Rows a day for each budget, stage and reason; as many as the function ``budget_reserve`` has.
 SLOTS = 16
@@ -64,6 +84,72 @@ def note_refusals(
     _write(connection, [rows[key] for key in sorted(rows)])
 
 
+def note_waived(
+    connection: Connection,
+    root: str,
+    waived: Sequence[tuple[uuid.UUID, str, str, Refused | Backlogged | Full]],
+) -> None:
+    """Note what was admitted only since it is not enforced: with the request, and counted.
+
+    Of each the reservation's id, its stage and task, and what it would have been refused with. The
+    last counts for the request. The caller holds the reservations' rows. Locks the rows that count
+    them last, in the order of their keys; what no budget has refused is not counted.
+    """
+    for reservation_id, _, _, refused in waived:
+        told = {"kind": type(refused).__name__.lower(), **asdict(refused)}
+        told.pop("pace", None)
+        connection.execute(
+            reservations.update()
+            .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
+            .values(waived=json.dumps(told))
+        )
+    lent = is_lent(connection)
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for _, stage, task_name, refused in waived:
+        if not isinstance(refused, Refused):
+            continue
+        reason = f"{WAIVED}{refused.reason}"
+        # A retry of the same request counts anew.
+        noted = new_id()
+        row = _row(root, noted, refused.budget, reason, stage, task_name, refused.requested)
+        if lent:
+            row["slot"] = SLOTS + int.from_bytes(noted.bytes[-2:], "big") % LENT_SLOTS
+        row |= {
+            "limit_amount": refused.limit,
+            "reserved": refused.reserved,
+            "spent": refused.spent,
+            "amount": refused.requested,
+        }
+        key = row["budget"], row["stage"], row["reason"], row["slot"]
+        if key in rows:
+            row["count"] += rows[key]["count"]
+            row["amount"] = min(MAX_AMOUNT, row["amount"] + rows[key]["amount"])
+        rows[key] = row
+    _write(connection, [rows[key] for key in sorted(rows)])
+
+
+def is_waived(
+    connection: Connection,
+    root: str,
+    reservation_id: uuid.UUID,
+    refused: Refused,
+    *,
+    note: bool = True,
+) -> bool:
+    """Tell whether a reservation may hold more all the same, since it is not enforced, and note it.
+
+    The caller holds its row. Locks as :func:`note_waived`.
+    """
+    row = connection.execute(
+        sa.select(reservations.c.enforced, reservations.c.stage, reservations.c.task_name).where(
+            reservations.c.root == root, reservations.c.reservation_id == reservation_id
+        )
+    ).one()
+    if not row.enforced and note:
+        note_waived(connection, root, [(reservation_id, row.stage, row.task_name, refused)])
+    return not row.enforced
+
+
 def note_turned_away(
     connection: Connection,
     root: str,
@@ -97,6 +183,7 @@ def _row(
         "stage": stage,
         "task_name": task_name,
         "requested": requested,
+        "amount": 0,
     }
 
 
@@ -108,17 +195,24 @@ def _write(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     last = {
         column.name: statement.excluded[column.name]
         for column in refusals.c
-        if not column.primary_key and column.name != "count"
+        if not column.primary_key and column.name not in ADDED
     }
     connection.execute(
         statement.on_conflict_do_update(
             index_elements=list(refusals.primary_key),
-            set_={**last, "count": refusals.c.count + statement.excluded["count"]},
+            set_={**last, **_added(statement)},
             where=refusals.c.refusal_id != statement.excluded.refusal_id,
         ).returning(refusals.c.slot),
         list(rows),
         execution_options=AT_ONCE,
     ).all()
+
+
+def _added(statement: Any) -> dict[str, Any]:
+    """Return what a row's sums become where it is there already; at most what can be counted."""
+    before, more = refusals.c.amount, statement.excluded["amount"]
+    most = sa.case((before > MAX_AMOUNT - more, MAX_AMOUNT), else_=before + more)
+    return {"count": refusals.c["count"] + statement.excluded["count"], "amount": most}
 
 
 #: How long after its end a day is folded: nobody who refused on that day still counts there.
@@ -152,7 +246,9 @@ def fold(connection: Connection, root: str, limit: int) -> int:
     for row in sorted(gone, key=lambda row: (row.refused_us, row.refusal_id)):
         key = row.day, row.budget, row.stage, row.reason
         count = row._mapping["count"] + (last[key]["count"] if key in last else 0)
-        last[key] = {**row._mapping, "slot": 0, "count": count}
+        amount = row.amount + (last[key]["amount"] if key in last else 0)
+        told = {"count": count, "amount": min(MAX_AMOUNT, amount)}
+        last[key] = {**row._mapping, "slot": 0, **told}
     if last:
         insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
         statement = insert(refusals)
@@ -160,12 +256,12 @@ def fold(connection: Connection, root: str, limit: int) -> int:
         values: dict[str, Any] = {
             column.name: sa.case((newer, statement.excluded[column.name]), else_=column)
             for column in refusals.c
-            if not column.primary_key and column.name != "count"
+            if not column.primary_key and column.name not in ADDED
         }
         connection.execute(
             statement.on_conflict_do_update(
                 index_elements=list(refusals.primary_key),
-                set_={**values, "count": refusals.c.count + statement.excluded["count"]},
+                set_={**values, **_added(statement)},
             ),
             [last[key] for key in sorted(last)],
         )

@@ -1,7 +1,7 @@
 """Requests: admitted with their message, refused, or given up before they were admitted.
 
 On PostgreSQL a stored function does it in one statement (``migrations/versions/*.sql``), on SQLite
-a batch of one, under its one write lock.
+a batch of one, under its one write lock; so is on both what is not enforced.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def reserve(
 ) -> Reserved | AlreadyReserved | Refused:
     """Admit a request: identity, budgets, lines and outbox row, all or nothing.
 
-    PostgreSQL: one statement, a stored function. Locks the request's key, then the balances by
-    (budget, window, stripe). Of two calls with one key the second waits and finds the first. What
-    does not fit by one look is refused without a lock; what fits it is decided behind the locks.
+    PostgreSQL: one statement, a stored function, unless the request is not enforced. Locks the
+    request's key, then the balances by (budget, window, stripe). Of two calls with one key the
+    second waits and finds the first. What does not fit by one look is refused without a lock; what
+    fits it is decided behind the locks.
 
     :param delivered_us: the message is with a worker already; it is not to be published, unless
         that worker has not claimed it after this time.
@@ -128,7 +129,7 @@ def try_reserve(
         parked before goes ahead.
     :raises Unready: as :func:`reserve`.
     """
-    if connection.dialect.name == "postgresql":
+    if connection.dialect.name == "postgresql" and request.enforced:
         return _reserve_postgresql(
             connection, request, message, delivered_us, note, lock_ms, bound, queues
         )
@@ -295,7 +296,7 @@ def _reserve_postgresql(
 def asked_of(request: ReserveRequest) -> dict[str, Any]:
     """Return what is said of a request by :data:`ASKED`."""
     columns = columns_of(request)
-    for unsaid in ("charges_start", "plan_id", "step"):
+    for unsaid in ("charges_start", "plan_id", "step", "enforced"):
         del columns[unsaid]
     return {
         **columns,

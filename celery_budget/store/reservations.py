@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from celery_budget.core.draws import OPEN, Level, limits_in_force, short
+from celery_budget.core.draws import OPEN, Level, limits_in_force, short, unlimited
 from celery_budget.core.reservations import (
     START,
     TERMINAL,
@@ -27,6 +27,7 @@ from celery_budget.store.balances import Key, Move, key_of, lock_balances, move
 from celery_budget.store.batch import insert_lines, moved
 from celery_budget.store.declaring import not_ready
 from celery_budget.store.levels import levels_of
+from celery_budget.store.refusals import is_waived
 from celery_budget.store.schema import lines, now_us, reservations
 
 __all__ = [
@@ -209,13 +210,21 @@ def drop_lines(
 
 
 def raise_holds(
-    connection: Connection, root: str, of: Lines, holds: Mapping[int, int], what: str
+    connection: Connection,
+    root: str,
+    of: Lines,
+    holds: Mapping[int, int],
+    what: str,
+    *,
+    note: bool = True,
 ) -> Refused | None:
     """Make each line hold its amount of ``holds``; why not, and nothing changed, if one cannot.
 
-    For work that goes on: the hard stops count, and a draining budget lets it. The caller holds
+    For work that goes on: the hard stops count, and a draining budget lets it. Of a reservation
+    that was admitted without enforcement all do, over the limit if need be. The caller holds
     the reservation's row. Locks the balances in order.
 
+    :param note: count, of such a one, what it would have been refused with.
     :raises Unready: where a budget's room was used up between the look and the lock.
     """
     if all(holds[line.line] <= line.reserved for line in of):
@@ -227,6 +236,18 @@ def raise_holds(
     if not stripes.grow(connection, root, growth):
         raise moved(of[0].budget)
     levels = levels_above(connection, root, of)
+    refused = _short(levels, of, holds)
+    if refused is not None:
+        if not is_waived(connection, root, of[0].reservation_id, refused, note=note):
+            return refused
+        refused = _short(unlimited(levels), of, holds)
+        if refused is not None:
+            return refused
+    set_holds(connection, root, of, holds, what)
+    return None
+
+
+def _short(levels: Mapping[str, Level], of: Lines, holds: Mapping[int, int]) -> Refused | None:
     for line in of:
         more = holds[line.line] - line.reserved
         if more <= 0:
@@ -235,7 +256,6 @@ def raise_holds(
         refused = short(replace(levels[line.budget], state=OPEN), limit, blocked, more, True)
         if refused is not None:
             return refused
-    set_holds(connection, root, of, holds, what)
     return None
 
 

@@ -396,6 +396,10 @@ reservations = Table(
     Column("admitted", Boolean, nullable=False, server_default=true()),
     # Whether what it adds is in the tallies. Whoever changes one that is takes it out before.
     Column("tallied", Boolean, nullable=False, server_default=false()),
+    # False for one that is admitted, and goes on, over any limit; and what it would have been
+    # refused with, the last time it would, as JSON.
+    Column("enforced", Boolean, nullable=False, server_default=true()),
+    Column("waived", Text),
     PrimaryKeyConstraint("root", "reservation_id", name="pk_budget_reservations"),
     # The id of a request that never ran may be reserved anew.
     Index(
@@ -983,6 +987,8 @@ refusals = Table(
     Column("reserved", BigInteger),
     Column("spent", BigInteger),
     Column("refused_us", BigInteger, nullable=False),
+    # What all of them have asked for, where they were waived: of others it is not counted.
+    Column("amount", BigInteger, nullable=False, server_default="0"),
     PrimaryKeyConstraint(
         "root", "day", "budget", "stage", "reason", "slot", name="pk_budget_refusals"
     ),

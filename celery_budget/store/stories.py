@@ -16,6 +16,7 @@ from sqlalchemy.engine import Connection
 from celery_budget.core.tallies import DAY_US
 from celery_budget.store.claims import predecessor
 from celery_budget.store.journal import CHECKPOINT, of_balance
+from celery_budget.store.refusals import IS_WAIVED
 from celery_budget.store.schema import (
     attempts,
     effects,
@@ -343,11 +344,16 @@ def refused_before(
         refusals.c.budget.in_(sorted(set(budgets))),
         refusals.c.task_name == task_name,
         refusals.c.refused_us <= until_us,
+        ~IS_WAIVED,
     ]
     return list(
         connection.execute(
             sa.select(
-                *(one for one in _columns(refusals) if one.name not in ("count", "slot", "day"))
+                *(
+                    one
+                    for one in _columns(refusals)
+                    if one.name not in ("count", "slot", "day", "amount")
+                )
             )
             .where(*where)
             .order_by(refusals.c.refused_us.desc(), refusals.c.budget, refusals.c.reason)

@@ -7,6 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from celery_budget.store.refusals import IS_WAIVED
 from celery_budget.store.schema import attempts, lines, parked, refusals, reservations
 
 __all__ = ["parked_requests", "refused_requests", "requests_by_line"]
@@ -67,7 +68,7 @@ def refused_requests(connection: Connection, root: str) -> Rows:
                 refusals.c["count"].label("times"),
                 refusals.c.requested,
             )
-            .where(refusals.c.root == root)
+            .where(refusals.c.root == root, ~IS_WAIVED)
             .order_by(refusals.c.refused_us, refusals.c.refusal_id)
         )
     )

@@ -33,7 +33,7 @@ STRIPED = {
     for name in (
         *("batch", "budget_races", "deadlines", "grants", "hierarchy", "holdings", "model"),
         *("parking", "plans", "races", "reports", "reserve", "stops", "stripes", "tallies"),
-        *("units", "usage", "windows"),
+        *("unenforced", "units", "usage", "windows"),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class Reader:
         }
 
     def words(self, command: str) -> list[str]:
-        program, *rest = command.split()
+        program, *rest = shlex.split(command)
         return [sys.executable, *(["-m", "celery"] if program == "celery" else []), *rest]
 
     def start(self, command: str) -> None:

@@ -36,6 +36,8 @@ SINCE = {
         "due_us",
         "admitted",
         "tallied",
+        "enforced",
+        "waived",
     },
     "outbox": {"lane", "tenant", "weight"},
     "parked": {"budget", "reason", "amount", "turn", "ahead_us", "window_us"},

@@ -14,7 +14,7 @@ from celery_budget.core.tallies import RUN, WAIT, bin_of
 from celery_budget.metrics import CATALOGUE
 from celery_budget.metrics.reading import Reading, Sums
 from celery_budget.reconcile import Drift, LaneStanding, Queued
-from celery_budget.reconcile.figures import Amounts, Refusals
+from celery_budget.reconcile.figures import Amounts, Refusals, Waived
 from celery_budget.reconcile.totals import Total
 
 #: By name without the prefix, and the values of the labels in the order of the catalogue.
@@ -81,6 +81,7 @@ def reading(**changes: Any) -> Reading:
         ),
         amounts=(amounts(),),
         refusals=(Refusals("tenant:a", "held", 3),),
+        waived=(Waived("tenant:a", "draft", "held", 4, 400),),
         seconds=1e-9,
     )
     added = {one.name: changes.pop(one.name) for one in fields(Sums) if one.name in changes}

@@ -115,6 +115,8 @@ def test_figures_are_those_of_the_ledger(ledger: Ledger) -> None:
     assert got["requests_flagged_total", ("draft", "unmetered")] == 2
     assert got["requests_expired_total", ("draft",)] == 2
     assert got["refusals_total", ("tenant:a", "held")] == 3
+    assert got["waived_total", ("tenant:a", "held")] == 4
+    assert got["waived_amount_total", ("tenant:a", "held")] == 400
     assert got["failures_total", ("draft", "permanent")] == 1
     assert got["failures_total", ("draft", "refused")] == 3
     assert [got[f"{name}_total", own] for name in ("estimated", "charged", "over")] == [40, 50, 12]

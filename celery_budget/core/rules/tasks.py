@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from celery_budget.core.checkup import Facts
-from celery_budget.core.rules.rule import Seen, named, rule
+from celery_budget.core.rules.rule import Seen, Skipped, named, rule
 
 __all__: list[str] = []
+
+#: Brokers that no other host reaches: an application with these is being tried.
+LOCAL = ("filesystem", "memory")
 
 
 @rule(
@@ -32,6 +35,22 @@ def _gate(facts: Facts) -> list[Seen]:
 def _other_base(facts: Facts) -> list[Seen]:
     wrong = [task.name for task in facts.tasks if task.says_budget and not task.budgeted]
     return [f"{named(wrong)}: budget= with a base class that does not know it"] if wrong else []
+
+
+@rule(
+    "not-enforced",
+    "warning",
+    "budgets are enforced",
+    "what does not fit is admitted over the limit, and only counted: in production nothing but "
+    "'budget report' stands between a task and its provider",
+    "once the report says what you want, set budget_enforce to True, or give the task enforce=True",
+)
+def _not_enforced(facts: Facts) -> Iterable[Seen] | Skipped:
+    shared = [one for one in facts.brokers if one.transport not in LOCAL]
+    if facts.store.dialect == "sqlite" and not shared:
+        return Skipped("does not apply: ledger and broker are of one host", applies=False)
+    wrong = [task.name for task in facts.budgeted if not task.enforced]
+    return [f"{named(wrong)}: nothing is refused"] if wrong else []
 
 
 @rule(
