@@ -122,10 +122,7 @@ def _set(value: Any, left_out: list[object]) -> bytes:
 
 def _mapping(value: Any, left_out: list[object]) -> bytes:
     items = sorted(
-        [
-            b"l2:" + _written(key, left_out) + _written(item, left_out)
-            for key, item in value.items()
-        ]
+        [b"l2:" + _written(key, left_out) + _written(item, left_out) for key, item in value.items()]
     )
     return b"m%d:%b" % (len(items), b"".join(items))
 
