@@ -10,12 +10,13 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from datetime import time as clock_time
 from decimal import Decimal
 from enum import Enum
+from typing import Any
 
 from celery_budget.core.budgets import check_text
 from celery_budget.errors import InvalidName, PolicyError
@@ -78,65 +79,78 @@ def fingerprint(task_name: str, arguments: Mapping[str, object]) -> Fingerprint:
     (a serializer turns one into the other), sets and mappings do not depend on order. A value of
     any other type is left out and the fingerprint is flagged as opaque; nothing is pickled.
     """
-    chunks = _chunks([task_name, dict(arguments)])
-    digest = hashlib.sha256(b"".join(chunks)).hexdigest()
-    return Fingerprint(f"1:{digest}", any(chunk is _OPAQUE for chunk in chunks))
+    left_out: list[object] = []
+    written = b"l2:" + _written(task_name, left_out) + _written(arguments, left_out)
+    return Fingerprint(f"1:{hashlib.sha256(written).hexdigest()}", bool(left_out))
 
 
-_OPAQUE = b"?;"
+def _written(value: object, left_out: list[object]) -> bytes:
+    """Return ``value`` in a written form that is unique: a type tag, then length or content.
 
-
-def _chunks(value: object) -> list[bytes]:
-    """Return ``value`` in a written form that is unique: a type tag, then length or content."""
-    chunks: list[bytes] = []
-    _write(value, chunks)
-    return chunks
-
-
-def _write(value: object, to: list[bytes]) -> None:
-    if type(value) is str:
-        _text("s", value, to)
-    elif isinstance(value, Enum):
+    :param left_out: takes what has none.
+    """
+    write = _OF_TYPES.get(type(value))
+    if write is not None:
+        return write(value, left_out)
+    if isinstance(value, Enum):
         # Before str and int: an enum's members may be both.
-        _text("e", f"{type(value).__qualname__}.{value.name}", to)
-    elif value is None:
-        to.append(b"n;")
-    elif isinstance(value, bool):
-        to.append(b"b1;" if value else b"b0;")
-    elif isinstance(value, int):
-        # In hexadecimal: Python bounds the length of a decimal one.
-        _text("i", hex(value), to)
-    elif isinstance(value, float):
-        _text("f", value.hex(), to)
-    elif isinstance(value, str):
-        _text("s", value, to)
-    elif isinstance(value, (bytes, bytearray, memoryview)):
-        raw = bytes(value)
-        to += (b"y%d:" % len(raw), raw)
-    elif isinstance(value, Decimal):
-        _text("d", str(value), to)
-    elif isinstance(value, uuid.UUID):
-        _text("u", value.hex, to)
-    elif isinstance(value, (datetime, date, clock_time)):
-        _text("t", f"{type(value).__name__} {value.isoformat()}", to)
-    elif isinstance(value, (list, tuple)):
-        to.append(b"l%d:" % len(value))
-        for item in value:
-            _write(item, to)
-    elif isinstance(value, (set, frozenset)):
-        _sorted(b"S", [_chunks(item) for item in value], to)
-    elif isinstance(value, Mapping):
-        _sorted(b"m", [_chunks(pair) for pair in value.items()], to)
-    else:
-        to.append(_OPAQUE)
+        return _text(b"e", f"{type(value).__qualname__}.{value.name}")
+    for kinds, write in _OF_KINDS:
+        if isinstance(value, kinds):
+            return write(value, left_out)
+    left_out.append(value)
+    return b"?;"
 
 
-def _text(tag: str, text: str, to: list[bytes]) -> None:
-    raw = text.encode("utf-8", "surrogatepass")
-    to += (b"%s%d:" % (tag.encode(), len(raw)), raw)
+def _text(tag: bytes, text: str) -> bytes:
+    return _raw(tag, text.encode("utf-8", "surrogatepass"))
 
 
-def _sorted(tag: bytes, items: list[list[bytes]], to: list[bytes]) -> None:
-    to.append(tag + b"%d:" % len(items))
-    for chunks in sorted(items, key=b"".join):
-        to += chunks
+def _raw(tag: bytes, raw: bytes) -> bytes:
+    return b"%b%d:%b" % (tag, len(raw), raw)
+
+
+def _list(value: Any, left_out: list[object]) -> bytes:
+    items = [_written(item, left_out) for item in value]
+    return b"l%d:%b" % (len(items), b"".join(items))
+
+
+def _set(value: Any, left_out: list[object]) -> bytes:
+    items = sorted([_written(item, left_out) for item in value])
+    return b"S%d:%b" % (len(items), b"".join(items))
+
+
+def _mapping(value: Any, left_out: list[object]) -> bytes:
+    items = sorted(
+        [b"l2:" + _written(key, left_out) + _written(item, left_out) for key, item in value.items()]
+    )
+    return b"m%d:%b" % (len(items), b"".join(items))
+
+
+_Write = Callable[[Any, list[object]], bytes]
+#: How values are written, by what they are an instance of; the first counts.
+_OF_KINDS: tuple[tuple[type | tuple[type, ...], _Write], ...] = (
+    (type(None), lambda value, _: b"n;"),
+    (bool, lambda value, _: b"b1;" if value else b"b0;"),
+    # In hexadecimal: Python bounds the length of a decimal one.
+    (int, lambda value, _: _raw(b"i", hex(value).encode())),
+    (float, lambda value, _: _raw(b"f", value.hex().encode())),
+    (str, lambda value, _: _text(b"s", value)),
+    ((bytes, bytearray, memoryview), lambda value, _: _raw(b"y", bytes(value))),
+    (Decimal, lambda value, _: _text(b"d", str(value))),
+    (uuid.UUID, lambda value, _: _raw(b"u", value.hex.encode())),
+    (
+        (datetime, date, clock_time),
+        lambda value, _: _text(b"t", f"{type(value).__name__} {value.isoformat()}"),
+    ),
+    ((list, tuple), _list),
+    ((set, frozenset), _set),
+    (Mapping, _mapping),
+)
+#: The same for the types that most values are of, which need not be asked one after another.
+_OF_TYPES: Mapping[type, _Write] = {
+    kind: write
+    for kinds, write in _OF_KINDS
+    for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+    if kind is not Mapping
+} | {dict: _mapping}

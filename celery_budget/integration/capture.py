@@ -72,11 +72,13 @@ class Record:
     """What kombu was about to hand to the transport.
 
     :ivar connection: the connection it was to go by; none where that is the application's own.
+    :ivar serializer: by what kombu has written the body; none for kombu's default.
     """
 
     body: bytes
     envelope: Envelope
     connection: Any = None
+    serializer: str | None = None
 
 
 class RecordingProducer(Producer):
@@ -107,6 +109,7 @@ class RecordingProducer(Producer):
     def publish(self, body: Any, **options: Any) -> None:
         # Nothing that is recorded can fail for the broker's sake.
         options.update(retry=False)
+        self._serializer = options.get("serializer") or self.serializer
         super().publish(body, **options)
 
     def _publish(
@@ -137,7 +140,7 @@ class RecordingProducer(Producer):
             bool(immediate),
             list(declare or ()),
         )
-        self._sink(Record(raw, envelope, self.connection))
+        self._sink(Record(raw, envelope, self.connection, self._serializer))
 
 
 def written(
@@ -155,32 +158,51 @@ def written(
     task_id = str(headers.get("id") or uuid.uuid4())
     task_name = str(headers.get("task") or "")
     try:
-        declare = ", ".join([_declaration(entity) for entity in record.envelope.declare])
+        declare = ", ".join([declaration(entity) for entity in record.envelope.declare])
         # Written last, and made beforehand: the same entities come with every message.
         rest = dumps({**vars(record.envelope), "declare": None})
         envelope = rest.removesuffix("null}") + f"[{declare}]}}"
     except (TypeError, ValueError) as exc:
-        raise UnsupportedPublication(
-            f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
-            f"stored: {exc}"
-        ) from exc
+        raise unwritable(task_id, task_name, exc) from exc
     key = record.envelope.routing_key
     if record.envelope.exchange == DELAYED_EXCHANGE:
         key = undelayed(key)
     queue = key or queue
-    eta, expires = (moment_us(budget.app, headers.get(name)) for name in ("eta", "expires"))
+    due_us, expires_us = times(budget.app, headers)
     return WireMessage(
         task_id,
         task_name,
         record.body,
         envelope,
         queue,
-        due_us=eta or 0,
-        expires_us=expires,
+        due_us=due_us,
+        expires_us=expires_us,
         rank=broker.rank(record.envelope.priority),
         order_key=order_key,
         broker=broker.name,
     )
+
+
+def own_part(headers: dict[str, Any], properties: dict[str, Any]) -> str:
+    """Return what of an envelope is a message's own, as it stands between the rest.
+
+    :raises TypeError, ValueError: where it cannot be written as JSON.
+    """
+    return str(dumps({"headers": headers, "properties": properties})[1:-1])
+
+
+def unwritable(task_id: str, task_name: str, error: Exception) -> UnsupportedPublication:
+    """Return what is raised for a message that the outbox cannot keep."""
+    return UnsupportedPublication(
+        f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
+        f"stored: {error}"
+    )
+
+
+def times(app: Celery, headers: dict[str, Any]) -> tuple[int, int | None]:
+    """Return from when on a message may be published, 0 for at once, and after when no more."""
+    eta, expires = headers.get("eta"), headers.get("expires")
+    return moment_us(app, eta) or 0, moment_us(app, expires)
 
 
 def arguments_of(envelope: str) -> tuple[str | None, str | None]:
@@ -282,7 +304,7 @@ _MOST_KNOWN = 256
 _PLAIN = (str, int, float, type(None))
 
 
-def _declaration(entity: Any) -> str:
+def declaration(entity: Any) -> str:
     """Return an entity as JSON: its kind and all that it is declared by."""
     own = vars(entity)
     exchange = vars(entity.exchange) if getattr(entity, "exchange", None) else {}

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import celery.app.amqp
@@ -41,7 +41,7 @@ from celery_budget.errors import (
 from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
 from celery_budget.integration.batch import Batch, current_batch, together
-from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
+from celery_budget.integration.capture import with_header
 from celery_budget.integration.context import (
     HEADER,
     Delivered,
@@ -57,8 +57,8 @@ from celery_budget.integration.fallbacks import CHOSEN, NEXT, Choice, Way
 from celery_budget.integration.ids import fix_link_ids
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.reuse import request_id_of
+from celery_budget.integration.sending import Sender, Unopened, queue_name
 from celery_budget.integration.spooling import gives_back, stopping
-from celery_budget.integration.task import budgeted_task
 from celery_budget.integration.terms import CANVAS, PLANNED, Terms, plan, terms_of
 from celery_budget.settlement import Attempt
 from celery_budget.spool import Patience
@@ -79,9 +79,9 @@ class Gate:
     :param send: Celery's own.
     """
 
-    def __init__(self, budget: CeleryBudget, send: Callable[..., Any]) -> None:
+    def __init__(self, budget: CeleryBudget, send: Callable[..., Any], unopened: Unopened) -> None:
         self._budget = budget
-        self._send = send
+        self._sender = Sender(budget, send, unopened)
 
     def __call__(self, producer: Any, name: str, message: Any, **options: Any) -> Any:
         attempt = current_attempt(self._budget.app)
@@ -100,7 +100,7 @@ class Gate:
             ) as span:
                 call = call._replace(span=span)
                 request = self._request(call, terms)
-                watching.describe(span, request, _queue_name(options))
+                watching.describe(span, request, queue_name(options))
                 return self._publish(call, request, terms.fallback)
         except StoreError:
             raise
@@ -256,8 +256,11 @@ class Gate:
         call = call._replace(options=way.options)
         decide = partial(self._decide, call, way) if batch is None else None
         sink = _Sink(self._budget, call, way.request, steps, batch, decide)
-        return self._send(
-            RecordingProducer(call.producer, sink), call.name, call.message, **call.options
+        return self._make(call, sink)
+
+    def _make(self, call: _Call, sink: _Sink) -> Any:
+        return self._sender.make(
+            call.producer, call.name, call.message, call.options, sink, call.ours.order_key
         )
 
     def _decide(self, call: _Call, way: Way, wire: WireMessage) -> Admitted | None:
@@ -326,12 +329,10 @@ class Gate:
         batch, attempt = current_batch(self._budget), call.attempt
         follows = attempt is not None and call.origin == "continuation"
         if batch is None and not follows and call.ours.order_key is None:
-            return self._send(call.producer, call.name, call.message, **call.options)
+            return self._sender.send(call.producer, call.name, call.message, **call.options)
         sink = _Sink(self._budget, call, None, [], batch, None, self._parent(call))
         with nullcontext() if batch is None else together(self._budget):
-            return self._send(
-                RecordingProducer(call.producer, sink), call.name, call.message, **call.options
-            )
+            return self._make(call, sink)
 
 
 #: The options that callers give.
@@ -498,13 +499,10 @@ class _Sink:
         self._batch = batch
         self._decide = decide
         self._parent = parent
-        self._queue = _queue_name(call.options)
         self._first = True
         self._admitted: Admitted | None = None
 
-    def __call__(self, record: Record) -> None:
-        order_key = self._call.ours.order_key if self._first else None
-        wire = written(self._budget, record, self._queue, order_key)
+    def __call__(self, wire: WireMessage) -> None:
         if not self._first:
             self._take_event(wire)
             return
@@ -621,11 +619,6 @@ def _stop_of(attempt: Attempt | None, delivered: Delivered | None) -> Stop | Non
     return None if delivered is None else delivered.stop
 
 
-def _queue_name(options: dict[str, Any]) -> str:
-    queue = options.get("queue")
-    return str(getattr(queue, "name", queue) or options.get("routing_key") or "")
-
-
 def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
     expected = task_id_of(owner, request_id)
     if task_id != expected:
@@ -636,44 +629,15 @@ def _check_stands_for(request_id: str, owner: str, task_id: str) -> None:
         )
 
 
-#: Where results are waited for, without a word to the broker before the message goes there.
-_SILENT = ("celery.backends.base", "celery.backends.redis")
-
-
-class _Unopened:
-    """The producer that a budgeted task is sent by, from which Celery's sender takes its defaults.
-
-    Over a connection that nobody opens: one of the pool would be taken, looked at and given back
-    for nothing, as nothing is sent by it.
-    """
-
-    def __init__(self, budget: CeleryBudget) -> None:
-        self._budget = budget
-
-    @cached_property
-    def producer(self) -> Any:
-        """One for all threads, since nobody uses it."""
-        return self._budget.app.amqp.Producer(self._budget.app.connection_for_write())
-
-    def serves(self, name: str, options: Mapping[str, Any]) -> bool:
-        """Tell whether a task is sent by it: one with a budget, unless the call says by what."""
-        app = self._budget.app
-        if any(options.get(given) is not None for given in ("producer", "publisher", "connection")):
-            return False
-        if budgeted_task(app, name) is None:
-            return False
-        return type(app.backend).on_task_call.__module__ in _SILENT
-
-
-def with_request_id(budget: CeleryBudget, send_task: Callable[..., Any]) -> Callable[..., Any]:
+def with_request_id(
+    budget: CeleryBudget, send_task: Callable[..., Any], unopened: Unopened
+) -> Callable[..., Any]:
     """Return ``app.send_task`` so that ``request_id=`` fixes the task id, and so does ``reuse=``.
 
     The id must be known before Celery makes its own, since the result it returns is built from
     that; everything else is Celery's. What is wrong with the request is for the gate to say: it
     knows whether the publication follows a task that must not fail for it.
     """
-
-    unopened = _Unopened(budget)
 
     def send(name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         if not rest and unopened.serves(name, options):

@@ -38,7 +38,9 @@ from celery_budget.integration.context import find_installed, install_on
 from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
 from celery_budget.integration.ledger import Ledger
+from celery_budget.integration.reprs import short_repr
 from celery_budget.integration.results import BackendResults
+from celery_budget.integration.sending import Unopened
 from celery_budget.integration.terms import lines_of_call
 from celery_budget.spool import Spool
 
@@ -331,8 +333,9 @@ class CeleryBudget(Ledger):
         that was not is built later, once the configuration is known, from a subclass.
         """
         app, budget = self.app, self
+        unopened = Unopened(self)
         if "amqp" in app.__dict__:
-            app.amqp.send_task_message = Gate(self, app.amqp.send_task_message)
+            app.amqp.send_task_message = Gate(self, app.amqp.send_task_message, unopened)
         else:
             base = symbol_by_name(app.amqp_cls)
 
@@ -340,10 +343,36 @@ class CeleryBudget(Ledger):
                 @cached_property
                 def send_task_message(self) -> Any:
                     # The base's own, whatever it made of Celery's.
-                    return Gate(budget, super().send_task_message)
+                    return Gate(budget, super().send_task_message, unopened)
+
+                def as_task_v2(
+                    self,
+                    task_id: str,
+                    name: str,
+                    args: Any = None,
+                    kwargs: Any = None,
+                    *rest: Any,
+                    argsrepr: str | None = None,
+                    kwargsrepr: str | None = None,
+                    **options: Any,
+                ) -> Any:
+                    if argsrepr is None:
+                        argsrepr = short_repr(args or (), self.argsrepr_maxsize)
+                    if kwargsrepr is None:
+                        kwargsrepr = short_repr(kwargs or {}, self.kwargsrepr_maxsize)
+                    return super().as_task_v2(
+                        task_id,
+                        name,
+                        args,
+                        kwargs,
+                        *rest,
+                        argsrepr=argsrepr,
+                        kwargsrepr=kwargsrepr,
+                        **options,
+                    )
 
             app.amqp_cls = BudgetAMQP
-        app.send_task = with_request_id(self, app.send_task)
+        app.send_task = with_request_id(self, app.send_task, unopened)
         canvas.install()
         eager_canvas.install()
         app.steps["worker"].add("celery_budget.integration.worker:LeaseStep")
