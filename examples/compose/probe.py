@@ -1,6 +1,6 @@
 """Ask an address whether it is well, for health checks: ``python -m examples.compose.probe URL``.
 
-The exit status is 0 where it answers with success. The dashboard's token is sent where there is one.
+The exit status is 0 where it answers with success. The dashboard's token is sent if there is one.
 """
 
 from __future__ import annotations
