@@ -1,4 +1,4 @@
-"""The manifests of docs/howto/kubernetes.md: what refers to what, and that commands are ones there are."""
+"""The manifests of docs/howto/kubernetes.md: what refers to what, and whether commands are ones."""
 
 from __future__ import annotations
 

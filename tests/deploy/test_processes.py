@@ -184,7 +184,7 @@ def test_a_request_goes_through_all_of_them(deployment: Deployment) -> None:
 
 
 def spent(overview: Any) -> int:
-    [budget] = [one for one in overview["budgets"] if one["name"] == "tenant:acme"]
+    [budget] = [one for one in overview["budgets"] if one["budget"] == "tenant:acme"]
     return int(budget["spent"])
 
 

@@ -1,4 +1,4 @@
-"""All that is public and has a name, one a line: ``python -m tests.unit.public`` writes the list."""
+"""All that is public and has a name, by line: ``python -m tests.unit.public`` writes the list."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def python() -> Iterator[str]:
                 [base] = found.__bases__[:1]
                 yield f"{name}: {base.__name__}"
             elif inspect.isclass(found):
-                shown = "" if found in (CeleryBudget,) else arguments(found)
+                shown = "" if found is CeleryBudget else arguments(found)
                 yield f"{name}{shown}"
                 yield from members(found, name)
             else:
