@@ -13,7 +13,7 @@ FULL := $(VENV)/.stamp
 EXAMPLES := $(sort $(filter-out demo,$(patsubst examples/%/run.py,%,$(wildcard examples/*/run.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo example test retest smoke simulate crash-matrix soak lint bench bench-long docs clean help
+.PHONY: setup demo example test retest smoke matrix audit simulate crash-matrix soak lint bench bench-long docs up down clean help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
@@ -64,6 +64,12 @@ bench-long: $(FULL) ## run those with long histories and backlogs (ARGS="..." ar
 docs: $(FULL) ## build the pages of docs/ into build/docs, warnings being errors; check all links between pages
 	$(BIN)/python docs/check_links.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
+up: ## start docker-compose.yml and wait until all of it is well; needs Docker with its compose plugin
+	docker compose up --build --detach --wait
+
+down: ## stop it; what it has stored stays (docker compose down --volumes removes it)
+	docker compose down
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT
 
 #: Commands of others, which are only taken apart.
 FOREIGN = {
-    "createdb", "curl", "kubectl", "pg_dump", "pg_restore", "psql",
+    "createdb", "curl", "docker", "kubectl", "pg_dump", "pg_restore", "psql",
 }  # fmt: skip
 #: Words that stand for a value.
 STANDS_FOR = re.compile(r"^[A-Z_]+$|^…$|^\.\.\.$|^\[|^[A-Z]+=|^\$")
