@@ -225,7 +225,9 @@ def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_js
     except UnicodeDecodeError as error:
         raise click.ClickException(f"{source} is not in UTF-8, save it so: {error}") from None
     except OSError as error:
-        raise click.ClickException(f"{source} cannot be read: {error.strerror}") from None
+        raise click.ClickException(
+            f"{source} cannot be read: {error.strerror}; see that it is there and may be read"
+        ) from None
     installed = installed_of(ctx)
     if as_json:
         changes = installed.apply(text, source=source, prune=prune, dry_run=dry_run)

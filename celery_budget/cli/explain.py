@@ -73,6 +73,7 @@ def explain(
             f"nothing is known of {some_id!r}: it is the id of no task, request, reservation, "
             "message, nor of anything that was parked or is in quarantine (one that is refused "
             "leaves only a count)"
+            "; give another id, or see 'celery -A PROJ budget report'"
         )
     if as_json:
         show(ctx, {"requests": [story.as_dict() for story in stories]})

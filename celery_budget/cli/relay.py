@@ -99,11 +99,13 @@ def relay(
     """
     if health:
         if metrics_port is not None or metrics_host is not None:
-            raise click.UsageError("--metrics-port and --metrics-host are not for --health")
+            raise click.UsageError(
+                "--metrics-port and --metrics-host are not for --health; leave them out"
+            )
         _health(ctx, HEALTHY_SECONDS if max_age is None else max_age, any_host, as_json)
         return
     if max_age is not None or any_host or as_json:
-        raise click.UsageError("--max-age, --any-host and --json are for --health")
+        raise click.UsageError("--max-age, --any-host and --json are for --health; give that too")
     installed = installed_of(ctx)
     app: Celery = installed.app
     app.loader.import_default_modules()

@@ -163,6 +163,7 @@ def written(
         raise UnsupportedPublication(
             f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
             f"stored: {exc}"
+            "; leave it out, or give it as text"
         ) from exc
     key = record.envelope.routing_key
     if record.envelope.exchange == DELAYED_EXCHANGE:
@@ -220,6 +221,7 @@ def with_header(message: WireMessage, name: str, value: str | int | None) -> Wir
     except ValueError as exc:
         raise UnsupportedPublication(
             f"the message of task {message.task_name}[{message.task_id}] cannot be read: {exc}"
+            "; see which serializer wrote it"
         ) from exc
     envelope["headers"][name] = value
     return replace(message, envelope=dumps(envelope))
