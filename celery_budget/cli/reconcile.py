@@ -10,7 +10,7 @@ import click
 from celery.bin.base import CeleryOption
 
 from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option, show
-from celery_budget.cli.progress import Progress
+from celery_budget.cli.progress import Progress, Waiting
 from celery_budget.cli.values import COUNT, COUNT_OR_NONE, DURATION
 from celery_budget.render.invoices import comparison_view
 from celery_budget.render.reconcile import reconciliation_view
@@ -132,13 +132,15 @@ def reconcile(
                 "--invoice compares an export, and proves nothing else"
                 "; call reconcile once more for that"
             )
-        compared = installed.compare_invoice(invoice, **given)
+        with Waiting("comparing the invoice"):
+            compared = installed.compare_invoice(invoice, **given)
         show(ctx, compared.as_dict() if as_json else comparison_view(compared))
         ctx.exit(0 if compared.ok else 1)
     if given:
         names = ", ".join("--model" if name == "models" else f"--{name}" for name in given)
         raise click.UsageError(f"{names} is for --invoice; give that too")
-    repaired = installed.repair() if repair else ()
+    with Waiting("repairing balances"):
+        repaired = installed.repair() if repair else ()
     with Progress("proving", "parts") as progress:
         found = installed.reconcile(
             limit=limit, broker=not no_broker, results=results or 0, told=progress.told
