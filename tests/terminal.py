@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-SECONDS = 60.0
+SECONDS = 30.0
 
 
 @contextmanager

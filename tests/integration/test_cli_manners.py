@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -249,14 +251,16 @@ def test_colours_that_are_wanted_go_through_a_pipe(
 # Progress, notes and logs.
 
 
-@pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A terminal that the standard error stream goes to; progress is shown at once."""
+@contextmanager
+def screen_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A terminal that the standard error stream goes to; progress is shown at once.
+
+    No fixture: pytest sets the stream anew between those and the test.
+    """
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    with terminal.stream() as (ours, stream):
-        monkeypatch.setattr(sys, "stderr", stream)
+    with terminal.stream() as (ours, stream), redirect_stderr(stream):
         yield ours
 
 
@@ -266,30 +270,29 @@ def tell_progress() -> None:
             told.told(done, 2)
 
 
-def test_long_work_is_shown_on_a_terminal(screen: int) -> None:
-    tell_progress()
-    assert "proving" in terminal.shown(screen, "proving")
+def test_long_work_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen_of(monkeypatch) as screen:
+        tell_progress()
+        assert "proving" in terminal.shown(screen, "proving")
 
 
-def test_long_work_of_unknown_length_too(screen: int) -> None:
-    with Waiting("comparing"):
+def test_long_work_of_unknown_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen_of(monkeypatch) as screen, Waiting("comparing"):
         assert "comparing" in terminal.shown(screen, "comparing")
 
 
 @pytest.mark.parametrize("why", ["quiet", "dumb"])
-def test_it_is_not_where_nothing_may_move(
-    screen: int, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    if why == "dumb":
-        monkeypatch.setenv("TERM", "dumb")
+def test_it_is_not_where_nothing_may_move(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     context = click.Context(click.Command("x"))
     context.obj = type("Given", (), {"quiet": why == "quiet"})()
-    with context:
+    with screen_of(monkeypatch) as screen, context:
+        if why == "dumb":
+            monkeypatch.setenv("TERM", "dumb")
         assert not streams.lively()
         tell_progress()
         sys.stderr.write("end\n")
         sys.stderr.flush()
-    assert terminal.shown(screen, "end").strip() == "end"
+        assert terminal.shown(screen, "end").strip() == "end"
 
 
 def test_it_is_not_in_a_pipe(
