@@ -106,8 +106,9 @@ class BudgetGroup(DYMGroup):
             command = (error.ctx or ctx).command_path
             raise WrongUse(sentence(f"{told} (see '{command} --help')")) from error
         except click.ClickException as error:
-            error.message = sentence(error.message)
-            raise
+            whole = click.ClickException(sentence(error.format_message()))
+            whole.exit_code = error.exit_code
+            raise whole from error
         except KeyboardInterrupt:
             # What ^C has left on the line.
             click.echo(err=True)
