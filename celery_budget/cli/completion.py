@@ -72,9 +72,9 @@ def completion(ctx: click.Context, shell: str | None) -> None:
 
     \b
     Examples:
-      eval "$(celery budget completion bash)"                 in ~/.bashrc
-      eval "$(celery budget completion zsh)"                  in ~/.zshrc
-      celery budget completion fish > ~/.config/fish/completions/celery.fish
+      celery -A proj budget completion bash
+      eval "$(celery budget completion bash)"   in ~/.bashrc
+      eval "$(celery budget completion zsh)"    in ~/.zshrc
     """
     chosen = shell or PurePath(os.environ.get("SHELL", "")).name
     if chosen not in SHELLS:

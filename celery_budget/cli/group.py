@@ -106,9 +106,8 @@ class BudgetGroup(DYMGroup):
             command = (error.ctx or ctx).command_path
             raise WrongUse(sentence(f"{told} (see '{command} --help')")) from error
         except click.ClickException as error:
-            whole = click.ClickException(sentence(error.format_message()))
-            whole.exit_code = error.exit_code
-            raise whole from error
+            kind = WrongUse if error.exit_code == WrongUse.exit_code else click.ClickException
+            raise kind(sentence(error.format_message())) from error
         except KeyboardInterrupt:
             # What ^C has left on the line.
             click.echo(err=True)
@@ -118,15 +117,17 @@ class BudgetGroup(DYMGroup):
             # Who reads a pipe no more has what he wanted; click ends quietly.
             if error.errno == errno.EPIPE:
                 raise
-            told = f"{error.strerror or error}; {_look_at(error)}"
-            raise click.ClickException(sentence(told)) from error
+            raise click.ClickException(sentence(_told(error))) from error
 
 
-def _look_at(error: OSError) -> str:
+def _told(error: OSError) -> str:
+    said = error.strerror or str(error)
     if error.errno in _FULL:
-        return "what was to be printed is not, or not whole: make room on that disk and repeat it"
-    where = f" {error.filename!r}" if error.filename else " what it was to read or write"
-    return f"see that{where} is there and may be used"
+        return (
+            f"what was to be printed is not, or not whole: {said}; make room, and run it once more"
+        )
+    where = repr(error.filename) if error.filename else "what it was to read or write"
+    return f"{said}; see that {where} is there and may be used"
 
 
 def sentence(text: str) -> str:
