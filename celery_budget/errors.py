@@ -25,6 +25,7 @@ __all__ = [
     "HoldsOpen",
     "InvalidAmount",
     "InvalidBudget",
+    "InvalidKey",
     "InvalidLane",
     "InvalidName",
     "InvalidPeriod",
@@ -154,6 +155,27 @@ class InvalidName(BudgetError, ValueError):
     """A budget's name is not text of 1 to 255 characters in NFC without control characters."""
 
 
+class InvalidKey(BudgetError, ValueError):
+    """A usage record's key is not text of 1 to 255 characters that a database can hold.
+
+    Nothing was recorded.
+
+    :param key: what was given, as Python writes it.
+    :param most: how many characters a key may have.
+    """
+
+    def __init__(self, key: str, most: int) -> None:
+        super().__init__(key, most)
+        self.key = key
+        self.most = most
+
+    def __str__(self) -> str:
+        return (
+            f"usage key {self.key} cannot be one; give text of 1 to {self.most} characters without "
+            "null characters, such as the reply's id"
+        )
+
+
 class InvalidReply(BudgetError, ValueError):
     """A provider's reply does not tell what it used, or not in a way that can be read.
 
@@ -266,7 +288,10 @@ class UnknownRequest(BudgetError, LookupError):
         self.some_id = some_id
 
     def __str__(self) -> str:
-        return f"no request {self.some_id!r} was admitted or parked"
+        return (
+            f"no request {self.some_id!r} was admitted or parked; give the id of a task that was "
+            "published to this ledger"
+        )
 
 
 class ResultNotReady(BudgetError):

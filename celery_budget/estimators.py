@@ -92,7 +92,7 @@ def by_tiktoken(
         ``MissingExtra`` where the package is not installed.
     """
     if (model is None) == (encoding is None):
-        raise PolicyError("by_tiktoken() wants model= or encoding=, one of the two")
+        raise PolicyError("by_tiktoken() wants model= or encoding=; give one of the two")
     counted = _Texts(names, _Tokens(model, encoding), per_message, plus)
     called: str = getattr(encoding, "name", encoding) if model is None else model
     made = version or f"{called}{_added(per_message, plus)}"

@@ -312,6 +312,7 @@ class Settings:
             raise ConfigurationError(
                 f"{PREFIX}lease_seconds is {self.lease_seconds}; a lease shorter than a second "
                 "lapses under a worker that runs"
+                "; give 1 or more"
             )
         for name, why in (
             ("publish_seconds", "a message that comes again may wait that long at a relay"),
@@ -383,7 +384,7 @@ def _convert(name: str, kind: str, value: Any) -> Any:
 def _brokers(value: Any) -> dict[str, str]:
     """Return names and URLs as a copy; what is said of a wrong one does not show its password."""
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{PREFIX}brokers is no mapping of names to URLs")
+        raise ConfigurationError(f"{PREFIX}brokers is no mapping of names to URLs; give one")
     for name, url in value.items():
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ConfigurationError(
@@ -401,11 +402,13 @@ def _prices(value: Any) -> dict[str, dict[str, Decimal]]:
     """Return prices of models as a copy; which names a price may have is seen where it is used."""
     form = "give {'MODEL': {'input_mtok': 0.15, 'output_mtok': 0.6}}"
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{PREFIX}prices is no mapping of models to prices; {form}")
+        raise ConfigurationError(
+            f"{PREFIX}prices is no mapping of models to prices; {form}; write it so"
+        )
     prices: dict[str, dict[str, Decimal]] = {}
     for model, given in value.items():
         if not isinstance(model, str) or not isinstance(given, Mapping) or not given:
-            raise ConfigurationError(f"{PREFIX}prices has {model!r}: {given!r}; {form}")
+            raise ConfigurationError(f"{PREFIX}prices has {model!r}: {given!r}; {form}; correct it")
         prices[model] = {name: _price(model, name, one) for name, one in given.items()}
     return prices
 

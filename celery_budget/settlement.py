@@ -46,6 +46,7 @@ from celery_budget.errors import (
     DeadlinePassed,
     EnlistError,
     InvalidAmount,
+    InvalidKey,
     PolicyError,
     ReservationExhausted,
     StoreError,
@@ -79,6 +80,7 @@ from celery_budget.store.lapses import REPLAY_LEASES
 from celery_budget.tracing import NOTHING, Span
 
 __all__ = [
+    "MAX_KEY_LENGTH",
     "Attempt",
     "Delivery",
     "Standing",
@@ -654,10 +656,7 @@ class Attempt:
                 self._sequence += 1
                 return f"attempt:{self.number}:{self._sequence}"
         if not fits_as_key(key):
-            raise ValueError(
-                f"usage key {key!r} is not text of 1 to {MAX_KEY_LENGTH} characters that a "
-                "database can hold"
-            )
+            raise InvalidKey(repr(key), MAX_KEY_LENGTH)
         return f"key:{key}"
 
     def end(self, outcome: Outcome, closes: bool = False) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from celery.bin.base import CeleryOption
 
+from celery_budget.cli.completion import budget_names
 from celery_budget.cli.group import BudgetCommand, budget, installed_of, json_option, show
 from celery_budget.cli.values import AMOUNT, DURATION, INSTANT
 from celery_budget.integration.install import CeleryBudget
@@ -25,7 +26,7 @@ key_option = click.option(
 
 
 @budget.command(cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=budget_names)
 @click.argument("amount", type=AMOUNT)
 @click.option(
     "--until",
@@ -74,7 +75,7 @@ def grant(
 
 
 @budget.command(cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=budget_names)
 @click.option("--charge", cls=CeleryOption, type=AMOUNT, help="Add this to what is spent.")
 @click.option("--refund", cls=CeleryOption, type=AMOUNT, help="Take this from what is spent.")
 @click.option("--reason", cls=CeleryOption, required=True, help="Why; kept in the journal.")

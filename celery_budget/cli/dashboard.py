@@ -16,6 +16,7 @@ import click
 from celery.bin.base import CeleryOption
 
 from celery_budget.cli.group import ReadingCommand, budget, installed_of
+from celery_budget.cli.streams import note
 from celery_budget.dashboard import create_app, server
 from celery_budget.errors import ConfigurationError
 from celery_budget.render.text import printable
@@ -170,4 +171,4 @@ def _serve(serving: Any, listener: socket.socket) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     for name in names[:1]:
-        click.echo(f"{name}: the dashboard is stopped", err=True)
+        note(f"{name}: the dashboard is stopped")

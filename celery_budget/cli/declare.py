@@ -11,7 +11,9 @@ from celery.bin.base import CeleryOption
 from rich.console import Group
 from rich.text import Text
 
+from celery_budget.cli.completion import budget_names
 from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
+from celery_budget.cli.progress import Waiting
 from celery_budget.cli.values import RATIO, limit_of, parent_of, stripes_of, thresholds_of
 from celery_budget.core.budgets import MOST_STRIPES, MOST_WEIGHT
 from celery_budget.core.declarations import Change
@@ -21,7 +23,7 @@ from celery_budget.integration.install import CeleryBudget
 from celery_budget.reconcile import budget_as_dict, change_as_dict, lane_as_dict
 from celery_budget.render.budgets import changes_table, standing_view
 from celery_budget.render.documents import json_document
-from celery_budget.render.text import literal
+from celery_budget.render.text import literal, printable
 
 __all__ = ["apply", "close", "export", "init", "set_", "show_standing"]
 
@@ -52,14 +54,15 @@ def init(ctx: click.Context, distributed: bool, as_json: bool) -> None:
       celery -A proj budget init --distributed
     """
     installed = installed_of(ctx)
-    version = installed.init(distributed=distributed)
+    with Waiting("bringing the tables up to date"):
+        version = installed.init(distributed=distributed)
     url = installed.store.url
     view = literal(f"the ledger in {url} is at version {version}")
     show(ctx, {"database": url, "version": version} if as_json else view)
 
 
 @budget.command("set", cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=budget_names)
 @click.option(
     "--limit",
     cls=CeleryOption,
@@ -75,6 +78,7 @@ def init(ctx: click.Context, distributed: bool, as_json: bool) -> None:
 @click.option(
     "--parent",
     cls=CeleryOption,
+    shell_complete=budget_names,
     metavar="NAME|none",
     help="The budget that every request on this one draws on as well; none for no parent.",
 )
@@ -225,7 +229,9 @@ def apply(ctx: click.Context, file: IO[bytes], dry_run: bool, prune: bool, as_js
     except UnicodeDecodeError as error:
         raise click.ClickException(f"{source} is not in UTF-8, save it so: {error}") from None
     except OSError as error:
-        raise click.ClickException(f"{source} cannot be read: {error.strerror}") from None
+        raise click.ClickException(
+            f"{source} cannot be read: {error.strerror}; see that it is there and may be read"
+        ) from None
     installed = installed_of(ctx)
     if as_json:
         changes = installed.apply(text, source=source, prune=prune, dry_run=dry_run)
@@ -324,7 +330,7 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 @budget.command(cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=budget_names)
 @click.option(
     "--drain",
     cls=CeleryOption,
@@ -344,7 +350,8 @@ def close(ctx: click.Context, name: str, drain: bool, as_json: bool) -> None:
       celery -A proj budget close acme
       celery -A proj budget close acme --drain
     """
-    state = installed_of(ctx).close(name, drain)
+    with Waiting(f"closing {printable(name)}"):
+        state = installed_of(ctx).close(name, drain)
     then = "" if state == "closed" else ": it takes nothing new and is closed when all has ended"
     view = literal(f"budget {name!r} is {state}{then}")
     show(ctx, {"budget": name, "state": state} if as_json else view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from celery.bin.base import CeleryOption
 
+from celery_budget.cli.completion import budget_names
 from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option, show
 from celery_budget.cli.values import AMOUNT, COUNT
 from celery_budget.render.holdings import budget_view
@@ -22,6 +23,7 @@ _LIMIT = 20
     "--budget",
     "name",
     cls=CeleryOption,
+    shell_complete=budget_names,
     help="Instead of a request: what holds this budget, what will free it, what waits for it.",
 )
 @click.option(
@@ -73,6 +75,7 @@ def explain(
             f"nothing is known of {some_id!r}: it is the id of no task, request, reservation, "
             "message, nor of anything that was parked or is in quarantine (one that is refused "
             "leaves only a count)"
+            "; give another id, or see 'celery -A PROJ budget report'"
         )
     if as_json:
         show(ctx, {"requests": [story.as_dict() for story in stories]})

@@ -35,7 +35,10 @@ def write_file(name: str, content: bytes) -> None:
             return
         _replace(path, content, before)
     except OSError as error:
-        raise click.ClickException(f"{name} cannot be written: {error.strerror}") from error
+        raise click.ClickException(
+            f"{name} cannot be written: {error.strerror}"
+            "; see its folder's rights and space, or give another file"
+        ) from error
 
 
 def _replace(path: Path, content: bytes, before: os.stat_result | None) -> None:

@@ -15,6 +15,7 @@ from celery.bin.base import CeleryCommand, CeleryOption, handle_preload_options
 from click_didyoumean import DYMGroup
 from rich.console import RenderableType
 
+from celery_budget.cli.streams import coloured, note, set_up_logging
 from celery_budget.errors import (
     BudgetError,
     InvalidName,
@@ -43,8 +44,15 @@ __all__ = [
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+#: Commands that run until they are stopped.
+_LOGGING = ("relay", "dashboard")
+
 #: Options by which a command reads the ledger's own database: asked for, or since it changes that.
 _NEED_PRIMARY = ("primary", "repair", "fold_before")
+
+
+#: The exit status after Ctrl-C, as shells have it.
+INTERRUPTED = 130
 
 
 class WrongUse(click.ClickException):
@@ -78,7 +86,7 @@ class ReadingCommand(BudgetCommand):
         """Say where it reads, beside what it prints, and run it."""
         source = installed_of(ctx).read_from()
         if source.replica:
-            click.echo(printable(replica_told(source)), err=True)
+            note(replica_told(source))
         return super().invoke(ctx)
 
 
@@ -90,18 +98,42 @@ class BudgetGroup(DYMGroup):
         try:
             return super().invoke(ctx)
         except (InvalidName, InvalidPeriod, InvalidReport) as error:
-            raise WrongUse(printable(called(ctx, str(error)))) from error
+            raise WrongUse(sentence(called(ctx, str(error)))) from error
         except BudgetError as error:
-            raise click.ClickException(printable(called(ctx, str(error)))) from error
+            raise click.ClickException(sentence(called(ctx, str(error)))) from error
         except click.UsageError as error:
             told = " ".join(error.format_message().split())
             command = (error.ctx or ctx).command_path
-            raise WrongUse(f"{printable(told)} (see '{command} --help')") from error
+            raise WrongUse(sentence(f"{told} (see '{command} --help')")) from error
+        except click.ClickException as error:
+            kind = WrongUse if error.exit_code == WrongUse.exit_code else click.ClickException
+            raise kind(sentence(error.format_message())) from error
+        except KeyboardInterrupt:
+            # What ^C has left on the line.
+            click.echo(err=True)
+            note("stopped")
+            ctx.exit(INTERRUPTED)
         except OSError as error:
-            if error.errno not in _FULL:
+            # Who reads a pipe no more has what he wanted; click ends quietly.
+            if error.errno == errno.EPIPE:
                 raise
-            told = f"what was to be printed is not, or not whole: {error.strerror}"
-            raise click.ClickException(told) from error
+            raise click.ClickException(sentence(_told(error))) from error
+
+
+def _told(error: OSError) -> str:
+    said = error.strerror or str(error)
+    if error.errno in _FULL:
+        return (
+            f"what was to be printed is not, or not whole: {said}; make room, and run it once more"
+        )
+    where = repr(error.filename) if error.filename else "what it was to read or write"
+    return f"{said}; see that {where} is there and may be used"
+
+
+def sentence(text: str) -> str:
+    """Return what an error says on one line, with a full stop."""
+    told = printable(text)
+    return told if told.endswith((".", "!", "?")) else f"{told}."
 
 
 def called(ctx: click.Context, told: str) -> str:
@@ -117,9 +149,23 @@ def called(ctx: click.Context, told: str) -> str:
     is_flag=True,
     help="Show what the ledger's own database says, not the replica of budget_report_url.",
 )
+@click.option(
+    "-q",
+    "--quiet",
+    cls=CeleryOption,
+    is_flag=True,
+    help="Say nothing but what is asked for, and errors.",
+)
+@click.option(
+    "-v",
+    "--verbose",
+    cls=CeleryOption,
+    count=True,
+    help="Log what happens to the standard error stream; -vv: in every detail.",
+)
 @click.pass_context
 @handle_preload_options
-def budget(ctx: click.Context, primary: bool) -> None:
+def budget(ctx: click.Context, primary: bool, quiet: bool, verbose: int) -> None:
     """Budgets, enforced before dispatch.
 
     \b
@@ -129,6 +175,12 @@ def budget(ctx: click.Context, primary: bool) -> None:
       celery -A proj budget relay
       celery -A proj budget report --json
     """
+    if quiet and verbose:
+        raise click.UsageError("-q and -v say the contrary; give one of them")
+    ctx.obj.quiet = quiet or getattr(ctx.obj, "quiet", False)
+    # What runs for long logs as its own options say.
+    if verbose or ctx.invoked_subcommand not in _LOGGING:
+        set_up_logging(ctx, verbose)
 
 
 json_option = click.option(
@@ -148,7 +200,13 @@ def installed_of(ctx: click.Context) -> CeleryBudget:
     app: Celery = ctx.obj.app
     found = find_installed(app)
     if found is None:
-        app.loader.import_default_modules()
+        try:
+            app.loader.import_default_modules()
+        except ImportError as error:
+            raise click.ClickException(
+                f"a module of the application cannot be imported: {error}; correct imports= or "
+                "include= of its configuration"
+            ) from error
         found = find_installed(app)
     if found is None:
         raise NotInstalled(
@@ -173,12 +231,12 @@ def show(ctx: click.Context, what: dict[str, Any] | RenderableType) -> None:
     if isinstance(what, dict):
         text = json_document(what)
     else:
-        terminal = sys.stdout.isatty()
         text = as_text(
             what,
-            width=shutil.get_terminal_size().columns if terminal else None,
-            colour=terminal and not ctx.obj.no_color,
+            width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None,
+            colour=coloured(sys.stdout, ctx.obj.no_color),
             encoding=sys.stdout.encoding or "utf-8",
         )
         text = called(ctx, text)
-    click.echo(text, nl=False)
+    # By itself click drops colours where there is no terminal, FORCE_COLOR or not.
+    click.echo(text, nl=False, color=True)

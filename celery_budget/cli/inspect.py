@@ -9,6 +9,7 @@ from celery.bin.base import CeleryOption
 from rich.console import Group
 from rich.text import Text
 
+from celery_budget.cli.completion import budget_names
 from celery_budget.cli.declare import show_standing
 from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option
 from celery_budget.cli.group import show as print_out
@@ -52,7 +53,7 @@ def list_(ctx: click.Context, as_json: bool) -> None:
 
 
 @budget.command(cls=ReadingCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=budget_names)
 @json_option
 @click.pass_context
 def show(ctx: click.Context, name: str, as_json: bool) -> None:
@@ -69,7 +70,7 @@ def show(ctx: click.Context, name: str, as_json: bool) -> None:
 
 
 @budget.command(cls=ReadingCommand)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=budget_names)
 @click.option(
     "--limit",
     cls=CeleryOption,

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from celery.bin.base import CeleryOption
 
+from celery_budget.cli.completion import budget_names, lane_names
 from celery_budget.cli.group import (
     BudgetCommand,
     BudgetGroup,
@@ -68,7 +69,7 @@ def _limits(command: Any) -> Any:
 
 
 @lane.command("set", cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=lane_names)
 @click.option(
     "--queue",
     "queues",
@@ -80,6 +81,7 @@ def _limits(command: Any) -> Any:
     "--budget",
     "budgets",
     cls=CeleryOption,
+    shell_complete=budget_names,
     multiple=True,
     metavar="NAME[=AMOUNT]|none",
     help="A budget that what comes through it by a fallback draws on: the estimate, or AMOUNT at "
@@ -186,7 +188,7 @@ def list_lanes(ctx: click.Context, as_json: bool) -> None:
 
 
 @lane.command("show", cls=ReadingCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=lane_names)
 @json_option
 @click.pass_context
 def show_lane(ctx: click.Context, name: str, as_json: bool) -> None:
@@ -200,7 +202,7 @@ def show_lane(ctx: click.Context, name: str, as_json: bool) -> None:
 
 
 @lane.command(cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=lane_names)
 @json_option
 @click.pass_context
 def pause(ctx: click.Context, name: str, as_json: bool) -> None:
@@ -216,7 +218,7 @@ def pause(ctx: click.Context, name: str, as_json: bool) -> None:
 
 
 @lane.command(cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=lane_names)
 @json_option
 @click.pass_context
 def resume(ctx: click.Context, name: str, as_json: bool) -> None:
@@ -232,7 +234,7 @@ def resume(ctx: click.Context, name: str, as_json: bool) -> None:
 
 
 @lane.command(cls=BudgetCommand)
-@click.argument("name")
+@click.argument("name", shell_complete=lane_names)
 @json_option
 @click.pass_context
 def delete(ctx: click.Context, name: str, as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import TracebackType
@@ -10,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from celery_budget.cli.streams import lively
 
 __all__ = ["Progress", "Waiting"]
 
@@ -47,7 +48,7 @@ class Progress:
         """Take note that ``done`` of ``total`` are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
-        elif sys.stderr.isatty() and time.monotonic() - self._began >= QUIET_SECONDS:
+        elif lively() and time.monotonic() - self._began >= QUIET_SECONDS:
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -75,7 +76,7 @@ class Waiting:
         self._timer.daemon = True
 
     def __enter__(self) -> Waiting:
-        if sys.stderr.isatty():
+        if lively():
             self._timer.start()
         return self
 

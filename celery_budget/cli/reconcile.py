@@ -10,7 +10,7 @@ import click
 from celery.bin.base import CeleryOption
 
 from celery_budget.cli.group import ReadingCommand, budget, installed_of, json_option, show
-from celery_budget.cli.progress import Progress
+from celery_budget.cli.progress import Progress, Waiting
 from celery_budget.cli.values import COUNT, COUNT_OR_NONE, DURATION
 from celery_budget.render.invoices import comparison_view
 from celery_budget.render.reconcile import reconciliation_view
@@ -128,14 +128,19 @@ def reconcile(
     given = {name: value for name, value in of_invoices.items() if value is not None}
     if invoice is not None:
         if repair or no_broker or results or stuck:
-            raise click.UsageError("--invoice compares an export, and proves nothing else")
-        compared = installed.compare_invoice(invoice, **given)
+            raise click.UsageError(
+                "--invoice compares an export, and proves nothing else"
+                "; call reconcile once more for that"
+            )
+        with Waiting("comparing the invoice"):
+            compared = installed.compare_invoice(invoice, **given)
         show(ctx, compared.as_dict() if as_json else comparison_view(compared))
         ctx.exit(0 if compared.ok else 1)
     if given:
         names = ", ".join("--model" if name == "models" else f"--{name}" for name in given)
-        raise click.UsageError(f"{names} is for --invoice")
-    repaired = installed.repair() if repair else ()
+        raise click.UsageError(f"{names} is for --invoice; give that too")
+    with Waiting("repairing balances"):
+        repaired = installed.repair() if repair else ()
     with Progress("proving", "parts") as progress:
         found = installed.reconcile(
             limit=limit, broker=not no_broker, results=results or 0, told=progress.told
@@ -166,7 +171,9 @@ def _pairs(option: str, given: Iterable[str]) -> dict[str, str]:
         name, equals, value = (part.strip() for part in one.partition("="))
         if not (name and equals and value) or name in pairs:
             raise click.BadParameter(
-                f"{one!r} is no NAME=VALUE, or its name is there twice", param_hint=f"'{option}'"
+                f"{one!r} is no NAME=VALUE, or its name is there twice"
+                "; give each name once, such as day=HEADER",
+                param_hint=f"'{option}'",
             )
         pairs[name] = value
     return pairs

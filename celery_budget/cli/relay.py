@@ -13,6 +13,7 @@ from celery import Celery
 from celery.bin.base import LOG_LEVEL, CeleryOption
 
 from celery_budget.cli.group import BudgetCommand, budget, called, installed_of, json_option, show
+from celery_budget.cli.streams import note
 from celery_budget.cli.values import SECONDS
 from celery_budget.integration.service import RelayService
 from celery_budget.reconcile import RelaySeen
@@ -99,11 +100,13 @@ def relay(
     """
     if health:
         if metrics_port is not None or metrics_host is not None:
-            raise click.UsageError("--metrics-port and --metrics-host are not for --health")
+            raise click.UsageError(
+                "--metrics-port and --metrics-host are not for --health; leave them out"
+            )
         _health(ctx, HEALTHY_SECONDS if max_age is None else max_age, any_host, as_json)
         return
     if max_age is not None or any_host or as_json:
-        raise click.UsageError("--max-age, --any-host and --json are for --health")
+        raise click.UsageError("--max-age, --any-host and --json are for --health; give that too")
     installed = installed_of(ctx)
     app: Celery = installed.app
     app.loader.import_default_modules()
@@ -112,7 +115,7 @@ def relay(
     with _stop_signals() as stopped:
         service.start()
         name = _wait(stopped)
-    click.echo(f"{name}: stopping the relay", err=True)
+    note(f"{name}: stopping the relay")
     service.stop()
 
 
@@ -131,7 +134,7 @@ def _health(ctx: click.Context, max_age: float, any_host: bool, as_json: bool) -
         show(ctx, relays_table(found))
         if full:
             told = f"{FULL}; see 'celery -A PROJ budget quarantine list'"
-            click.echo(called(ctx, told), err=True)
+            note(called(ctx, told))
     else:
         raise click.ClickException(called(ctx, _unseen(host, max_age, relays)))
     if not found:

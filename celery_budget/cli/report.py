@@ -9,6 +9,7 @@ from pathlib import PurePath
 import click
 from celery.bin.base import CeleryOption
 
+from celery_budget.cli.completion import budget_names
 from celery_budget.cli.files import write_file
 from celery_budget.cli.group import ReadingCommand, budget, called, installed_of, json_option
 from celery_budget.cli.group import show as print_out
@@ -38,7 +39,13 @@ _STDOUT = "-"
     help="Only requests admitted from then on: 7d, 12h, 2030-01-31 or 2030-01-31T12:00:00Z.",
 )
 @click.option("--until", cls=CeleryOption, type=WHEN, help="Only requests admitted before then.")
-@click.option("--budget", "name", cls=CeleryOption, help="Only requests that draw on this budget.")
+@click.option(
+    "--budget",
+    "name",
+    cls=CeleryOption,
+    shell_complete=budget_names,
+    help="Only requests that draw on this budget.",
+)
 @click.option("--stage", cls=CeleryOption, help="Only requests of this stage.")
 @click.option(
     "--by",

@@ -153,7 +153,8 @@ class _Seconds(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         if not 0 < seconds <= _MOST_SECONDS:
             self.fail(
                 f"{value!r} is not a number of seconds above 0, such as 1.5, and up to "
-                f"{_MOST_SECONDS:,}",
+                f"{_MOST_SECONDS:,}"
+                "; give one",
                 param,
                 ctx,
             )
@@ -210,7 +211,12 @@ class _When(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             try:
                 return datetime.combine(date.fromisoformat(value), time(), timezone.utc)
             except ValueError:
-                self.fail(f"there is no day {value!r}", param, ctx)
+                self.fail(
+                    f"there is no day {value!r}"
+                    "; give one that the calendar has, such as 2030-01-31",
+                    param,
+                    ctx,
+                )
         try:
             of: click.ParamType = DURATION if _DURATION.fullmatch(value) else INSTANT  # type: ignore[type-arg, unused-ignore]
             found: datetime | timedelta = of.convert(value, param, ctx)

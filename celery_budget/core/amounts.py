@@ -24,9 +24,12 @@ def check_amount(value: object, what: str) -> int:
         raise InvalidAmount(
             f"{what} is {shown(value)} ({type(value).__name__}); an amount is an integer "
             "from 0 to 2^63-1"
+            "; give one"
         )
     if not 0 <= value <= MAX_AMOUNT:
-        raise InvalidAmount(f"{what} is {shown(value)}; an amount is an integer from 0 to 2^63-1")
+        raise InvalidAmount(
+            f"{what} is {shown(value)}; an amount is an integer from 0 to 2^63-1; give one"
+        )
     return value
 
 

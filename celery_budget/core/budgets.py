@@ -93,6 +93,7 @@ def _own_name(name: object) -> str:
         raise InvalidName(
             f"{checked!r} names a template: '{WILDCARD}' stands for other names, and a request "
             "draws on a budget"
+            "; name that one"
         )
     return checked
 
@@ -116,18 +117,19 @@ def check_text(text: object, what: str) -> str:
     :raises InvalidName: otherwise.
     """
     if not isinstance(text, str):
-        raise InvalidName(f"{what} is text, not {text!r} ({type(text).__name__})")
+        raise InvalidName(f"{what} is text, not {text!r} ({type(text).__name__}); give text")
     if not 1 <= len(text) <= MAX_NAME_LENGTH:
         raise InvalidName(
             f"{what} has 1 to {MAX_NAME_LENGTH} characters; {reprlib.repr(text)} has {len(text)}"
+            "; give a shorter one, or one that is not empty"
         )
     if not text.isascii() and not unicodedata.is_normalized("NFC", text):
-        raise InvalidName(f"{what} is in Unicode form NFC; {text!r} is not")
+        raise InvalidName(f"{what} is in Unicode form NFC; {text!r} is not; normalize it")
     # What is printable has neither.
     if not text.isprintable() and any(
         unicodedata.category(character) in ("Cc", "Cs") for character in text
     ):
-        raise InvalidName(f"{what} has no control characters; {text!r} does")
+        raise InvalidName(f"{what} has no control characters; {text!r} does; take them out")
     return text
 
 
@@ -198,7 +200,9 @@ class Share:
 
     def __post_init__(self) -> None:
         if type(self.parts) is not int or not 0 <= self.parts <= MILLION:
-            raise InvalidBudget(f"a share is from 0% to 100% of the parent's, not {self.parts!r}")
+            raise InvalidBudget(
+                f"a share is from 0% to 100% of the parent's, not {self.parts!r}; give one of these"
+            )
 
     @classmethod
     def parse(cls, text: str, what: str) -> Share:
@@ -212,6 +216,7 @@ class Share:
             raise InvalidBudget(
                 f"{what} is {text!r}; a share is written '10%', from 0% to 100% with at most four "
                 "decimal places"
+                "; write it so"
             )
         return cls(int(parts))
 
@@ -271,6 +276,7 @@ class Budget:
             raise InvalidBudget(
                 f"the soft stop of {self.name!r} ({self.soft_stop / MILLION:g}) is above its hard "
                 f"stop ({self.hard_stop / MILLION:g}); new work stops no later than other work"
+                "; lower the soft stop or raise the hard one"
             )
         if self.stripes is not None and (
             type(self.stripes) is not int or not 1 <= self.stripes <= MOST_STRIPES
@@ -307,15 +313,17 @@ class Budget:
             if isinstance(self.limit, Share):
                 raise InvalidBudget(
                     f"the limit of {self.name!r} is {self.limit} of its parent's, and it has none"
+                    "; give it one"
                 )
             return
         check_name(self.parent)
         if self.parent == self.name:
-            raise InvalidBudget(f"budget {self.name!r} cannot be its own parent")
+            raise InvalidBudget(f"budget {self.name!r} cannot be its own parent; name another one")
         if self.parent.count(WILDCARD) > self.name.count(WILDCARD):
             raise InvalidBudget(
                 f"the parent {self.parent!r} of {self.name!r} has more wildcards than that name "
                 "could fill"
+                "; use only those of the name"
             )
 
     def made_for(self, name: str) -> Budget | None:

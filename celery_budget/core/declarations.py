@@ -201,6 +201,7 @@ def _load(text: str, source: str) -> tuple[list[dict[str, Any]], Any]:
             raise InvalidBudget(
                 f"{source} has {key!r} at its top; there is nothing but tables that begin with "
                 "[[budget]] or [lane.NAME], with their keys below"
+                "; take it out"
             )
     tables = document.get("budget", [] if document.get("lane") else None)
     if not (isinstance(tables, list) and all(isinstance(one, dict) for one in tables)) or not (
@@ -219,7 +220,7 @@ def _checked(terms: dict[str, Any], where: str, root: str) -> _Table:
         if key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
-            raise InvalidBudget(f"{where}: there is no key {key!r}; {hint}")
+            raise InvalidBudget(f"{where}: there is no key {key!r}; {hint}; correct it")
         types, advice = _KEYS[key]
         if type(value) not in types:
             kind = type(value).__name__

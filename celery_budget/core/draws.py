@@ -206,4 +206,5 @@ def mixed(budget: str) -> PolicyError:
     return PolicyError(
         f"a request draws on budget {budget!r} twice, once charged as used and once at the start; "
         "a budget is charged by one rule"
+        "; name it once"
     )

@@ -25,7 +25,7 @@ def checked_quantile(value: object) -> Decimal:
             raise InvalidOperation
     except InvalidOperation:
         raise InvalidAmount(
-            f"a quantile is a number above 0, up to 1, such as 0.95; not {value!r}"
+            f"a quantile is a number above 0, up to 1, such as 0.95; not {value!r}; give one"
         ) from None
     return found
 

@@ -82,6 +82,7 @@ class Estimator:
             raise PolicyError(
                 f"estimator {self.key} has at_least={self.at_least} above at_most={self.at_most}; "
                 "nothing is between them"
+                "; correct the bounds"
             )
         if callable(self.estimate):
             signature = signature_of_callable(self.estimate)
@@ -187,7 +188,10 @@ class Estimators:
         listed = ", ".join(f"{name}:{one}" for one in sorted(versions))
         if wanted is None:
             raise PolicyError(f"estimator {name!r} has several versions; give one of {listed}")
-        raise PolicyError(f"there is no estimator {name}:{wanted}; there are {listed}")
+        raise PolicyError(
+            f"there is no estimator {name}:{wanted}; there are {listed}"
+            "; name one of these, or register it"
+        )
 
     def __iter__(self) -> Iterator[Estimator]:
         """Return all that are registered, by name and version."""

@@ -98,6 +98,7 @@ def parse_lanes(
                     raise InvalidBudget(
                         f"{source}: queue {queue!r} is fed by lanes {other!r} and {lane.name!r}; a "
                         "queue has one lane"
+                        "; take it out of the other"
                     )
     return {of_root: tuple(lanes) for of_root, lanes in by_root.items()}
 
@@ -107,7 +108,7 @@ def _lane(where: str, name: str, terms: Mapping[str, Any]) -> Lane:
         if key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
-            raise InvalidBudget(f"{where}: there is no key {key!r}; {hint}")
+            raise InvalidBudget(f"{where}: there is no key {key!r}; {hint}; correct it")
         _typed(where, key, value)
     given: dict[str, Any] = {
         key: None if value == _NONE else value for key, value in terms.items() if key != "root"

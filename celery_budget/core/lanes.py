@@ -241,9 +241,14 @@ def _check_queues(name: str, queues: Any) -> None:
     if not queues:
         raise InvalidLane(f"lane {name!r} feeds no queue; name at least one (--queue)")
     if len(queues) > MOST_QUEUES:
-        raise InvalidLane(f"lane {name!r} feeds {len(queues)} queues; {MOST_QUEUES} are the most")
+        raise InvalidLane(
+            f"lane {name!r} feeds {len(queues)} queues; {MOST_QUEUES} are the most"
+            "; make two lanes of it"
+        )
     if len(set(queues)) < len(queues):
-        raise InvalidLane(f"lane {name!r} names a queue twice: {', '.join(sorted(queues))}")
+        raise InvalidLane(
+            f"lane {name!r} names a queue twice: {', '.join(sorted(queues))}; name it once"
+        )
     for queue in queues:
         check_text(queue, f"a queue of lane {name!r}")
 
@@ -252,7 +257,9 @@ def _checked_budgets(name: str, given: Any) -> tuple[LaneBudget, ...]:
     if not isinstance(given, (tuple, list)):
         raise InvalidLane(f"budgets of lane {name!r} are {given!r}; give a list of their names")
     if len(given) > MOST_BUDGETS:
-        raise InvalidLane(f"lane {name!r} has {len(given)} budgets; {MOST_BUDGETS} are the most")
+        raise InvalidLane(
+            f"lane {name!r} has {len(given)} budgets; {MOST_BUDGETS} are the most; name fewer"
+        )
     budgets = []
     for one in given:
         if not isinstance(one, (str, LaneBudget)):
@@ -263,5 +270,7 @@ def _checked_budgets(name: str, given: Any) -> tuple[LaneBudget, ...]:
         budgets.append(LaneBudget.parse(one) if isinstance(one, str) else one)
     names = [one.budget for one in budgets]
     if len(set(names)) < len(names):
-        raise InvalidLane(f"lane {name!r} names a budget twice: {', '.join(sorted(names))}")
+        raise InvalidLane(
+            f"lane {name!r} names a budget twice: {', '.join(sorted(names))}; name it once"
+        )
     return tuple(budgets)

@@ -68,11 +68,14 @@ class Period:
 
     def __post_init__(self) -> None:
         if self.kind not in PERIODS:
-            raise InvalidPeriod(f"a period is one of {', '.join(PERIODS)}, not {self.kind!r}")
+            raise InvalidPeriod(
+                f"a period is one of {', '.join(PERIODS)}, not {self.kind!r}; give one of those"
+            )
         if not isinstance(self.timezone, str):
             raise InvalidPeriod(
                 f"a period's time zone is a name, not {self.timezone!r} "
                 f"({type(self.timezone).__name__})"
+                "; give one such as 'Europe/Berlin'"
             )
         zone_named(self.timezone)
         last = _LAST_ANCHORS.get(self.kind, 1)
@@ -81,6 +84,7 @@ class Period:
             raise InvalidPeriod(
                 f"the anchor day of the period {self.kind!r} is {allowed}, not "
                 f"{self.anchor_day!r} ({type(self.anchor_day).__name__})"
+                "; give one of those"
             )
 
     def window(self, at_us: int) -> Window:
@@ -102,6 +106,7 @@ class Period:
             raise InvalidPeriod(
                 f"a window's instant lies between the years 1970 and 9998 (0 to "
                 f"{_TOO_LATE_US - 1} microseconds since the epoch), not at {at_us}"
+                "; see the clock of the database's host"
             )
         if self.kind == "total":
             return Window(0, FOREVER_US)

@@ -256,7 +256,10 @@ class BudgetPolicy:
         try:
             arguments = bound_arguments(signature, args, kwargs)
         except TypeError as exc:
-            raise PolicyError(f"the arguments do not fit {task_name}{signature}: {exc}") from exc
+            raise PolicyError(
+                f"the arguments do not fit {task_name}{signature}: {exc}"
+                "; call it with those that it takes"
+            ) from exc
         known = _known(task_name, arguments, unknown)
         lines: list[Line] = []
         prices: list[str | None] = []
@@ -301,7 +304,7 @@ def _checked_lanes(given: Any) -> tuple[str, ...] | None:
         )
     names = tuple(check_text(one, "a lane of fallback=") for one in given)
     if len(set(names)) < len(names):
-        raise PolicyError(f"fallback= names a lane twice: {', '.join(names)}")
+        raise PolicyError(f"fallback= names a lane twice: {', '.join(names)}; name it once")
     return names
 
 
@@ -351,6 +354,7 @@ def _check_named(what: str, value: object, task_name: str, known: set[str]) -> N
                 raise PolicyError(
                     f"{what} {value!r} of {task_name} names {field_name!r}, "
                     f"which is not one of its arguments ({', '.join(sorted(known)) or 'none'})"
+                    "; name one that it has"
                 )
     elif callable(value):
         missing = [name for name in wanted(value)[0] if name not in known]
@@ -358,6 +362,7 @@ def _check_named(what: str, value: object, task_name: str, known: set[str]) -> N
             raise PolicyError(
                 f"the {what} of {task_name} wants {', '.join(missing)}, "
                 f"which {task_name} does not take"
+                "; let it want those that the task takes"
             )
 
 
@@ -376,7 +381,10 @@ def _name(
     except BudgetError:
         raise
     except Exception as exc:
-        raise PolicyError(f"{what} for {task_name} cannot be worked out: {exc!r}") from exc
+        raise PolicyError(
+            f"{what} for {task_name} cannot be worked out: {exc!r}"
+            "; correct it, or call it with arguments that it can work on"
+        ) from exc
     try:
         return check(name)
     except InvalidName as exc:
@@ -396,7 +404,10 @@ def _estimate(
             estimate = call(estimate, arguments)
         if isinstance(estimate, Unpriced):
             if pricing is None:
-                raise PolicyError(f"the estimate for {task_name} is in money; no price is known")
+                raise PolicyError(
+                    f"the estimate for {task_name} is in money; no price is known"
+                    "; set prices in budget_prices"
+                )
             priced = pricing(estimate)
             estimate, prices = priced.amount, priced.prices
     except BudgetError:
@@ -404,7 +415,10 @@ def _estimate(
     except BaseException as exc:
         if is_thrown_in(exc):
             raise
-        raise EstimateError(f"the estimator of {task_name} raised {shown(exc)}") from exc
+        raise EstimateError(
+            f"the estimator of {task_name} raised {shown(exc)}"
+            "; correct it, or call the task with arguments that it can work on"
+        ) from exc
     amount = check_amount(estimate, f"the estimate for {task_name}")
     if isinstance(estimator, Estimator):
         estimator.check(amount, task_name)

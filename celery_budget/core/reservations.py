@@ -172,7 +172,9 @@ class ReserveRequest:
         names = [line.budget for line in self.lines]
         for name in names:
             if names.count(name) > 1:
-                raise PolicyError(f"a request of {self.task_name} draws on budget {name!r} twice")
+                raise PolicyError(
+                    f"a request of {self.task_name} draws on budget {name!r} twice; name it once"
+                )
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
         names = [line.budget for line in call.evaluation.lines]
         for name in names:
             if names.count(name) > 1:
-                raise PolicyError(f"one item of {task_name} draws on budget {name!r} twice")
+                raise PolicyError(
+                    f"one item of {task_name} draws on budget {name!r} twice; name it once"
+                )
         for line in call.evaluation.lines:
             key = line.budget, line.charge
             total = amounts.get(key, 0) + line.amount

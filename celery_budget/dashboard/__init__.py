@@ -48,8 +48,8 @@ def create_app(
     """
     if token is None and authenticate is None:
         raise ConfigurationError(
-            "a dashboard needs token='…', or authenticate= with a function that tells whether a "
-            "request is let in; nothing was started"
+            "a dashboard is not started without a way to tell who may look; give token='…', or "
+            "authenticate= with a function that tells whether a request is let in"
         )
     try:
         from celery_budget.dashboard.app import build

@@ -36,7 +36,9 @@ class Asking:
         """
         begun = time.monotonic()
         if begun < self._rests_until:
-            raise StoreError("the ledger hung a moment ago, and is left alone", retryable=True)
+            raise StoreError(
+                "the ledger hung a moment ago, and is left alone; try again", retryable=True
+            )
         try:
             return function(*args, **kwargs)
         except StoreError:

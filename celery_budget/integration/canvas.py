@@ -114,8 +114,8 @@ def _named(original: Callable[..., Any]) -> Callable[..., Any]:
         given = _given(self, args, kwargs, options)
         if given.partial:
             raise PolicyError(
-                "partial=True is not for a chain: it is admitted step by step, or whole with "
-                "reserve='chain'"
+                "partial=True is not for a chain: leave it out; it is admitted step by step, or "
+                "whole with reserve='chain'"
             )
         if given.reserve is not None and not self.app.conf.task_always_eager:
             check_whole(self.app, given.canvas)

@@ -195,7 +195,7 @@ def unwritable(task_id: str, task_name: str, error: Exception) -> UnsupportedPub
     """Return what is raised for a message that the outbox cannot keep."""
     return UnsupportedPublication(
         f"the message of task {task_name}[{task_id}] has a header or property that cannot be "
-        f"stored: {error}"
+        f"stored: {error}; leave it out, or give it as text"
     )
 
 
@@ -242,6 +242,7 @@ def with_header(message: WireMessage, name: str, value: str | int | None) -> Wir
     except ValueError as exc:
         raise UnsupportedPublication(
             f"the message of task {message.task_name}[{message.task_id}] cannot be read: {exc}"
+            "; see which serializer wrote it"
         ) from exc
     envelope["headers"][name] = value
     return replace(message, envelope=dumps(envelope))

@@ -249,6 +249,7 @@ def _written(budget: CeleryBudget, running: Current, value: Any) -> str | None:
     except EncodeError as error:
         raise EffectError(
             f"what task {running.task.name} is to return cannot be stored as a result: {error}"
+            "; return what the result serializer can hold"
         ) from error
 
 

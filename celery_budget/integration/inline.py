@@ -101,6 +101,7 @@ class InlineTask(GatedTask):
             else:
                 raise PolicyError(
                     f"an item of {self.name} is all the arguments of one call; {item!r} is none"
+                    "; give a tuple of them"
                 )
 
 

@@ -147,7 +147,7 @@ def _called(name: str, function: Callable[[LostAttempt], Any], lost: LostAttempt
     except Exception:
         raise
     except BaseException as error:
-        raise PolicyError(f"{name}= of {lost.task_name} raised {error!r}") from error
+        raise PolicyError(f"{name}= of {lost.task_name} raised {error!r}; correct it") from error
     if inspect.isawaitable(answer) or inspect.isgenerator(answer):
         if inspect.iscoroutine(answer) or inspect.isgenerator(answer):
             answer.close()

@@ -71,7 +71,9 @@ class CeleryBudget(Ledger):
 
     def __init__(self, app: Celery) -> None:
         if not isinstance(app, Celery):
-            raise BudgetError(f"CeleryBudget is for a Celery application, not for {app!r}")
+            raise BudgetError(
+                f"CeleryBudget is for a Celery application, not for {app!r}; give it one"
+            )
         if find_installed(app) is not None:
             raise BudgetError(f"{app} has its CeleryBudget already; make one for each application")
         super().__init__(app)

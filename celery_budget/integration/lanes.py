@@ -105,7 +105,7 @@ def _terms_of(name: str, terms: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_TERMS)}"
             if term == "paused":
                 hint = "pause it by lanes.pause(name)"
-            raise InvalidLane(f"lane {name!r} has no such term: {term!r}; {hint}")
+            raise InvalidLane(f"lane {name!r} has no such term: {term!r}; {hint}; correct it")
     if isinstance(given.get("queues"), list):
         given["queues"] = tuple(given["queues"])
     if "max_wait_seconds" in given:

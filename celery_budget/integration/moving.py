@@ -43,7 +43,9 @@ def the_budget_of(target: Any = None) -> CeleryBudget:
         [target] = having
     app = target if isinstance(target, Celery) else getattr(target, "app", None)
     if not isinstance(app, Celery):
-        raise BudgetError(f"{target!r} is neither a Celery application nor its CeleryBudget")
+        raise BudgetError(
+            f"{target!r} is neither a Celery application nor its CeleryBudget; give one of the two"
+        )
     return installed_on(app)
 
 

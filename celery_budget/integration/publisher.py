@@ -49,7 +49,9 @@ class KombuPublisher:
                 connection = brokers.connection(name)
                 transport = connection.transport
             except Exception as exc:
-                raise ConfigurationError(f"{where} cannot be used: {exc}") from exc
+                raise ConfigurationError(
+                    f"{where} cannot be used: {exc}; correct that URL"
+                ) from exc
             if transport.driver_type != "amqp":
                 continue
             if transport.driver_name != "py-amqp":

@@ -48,7 +48,10 @@ def forget(
         return budget.store.run(reuse.forget, root, what, owner)
     name = getattr(what, "name", None)
     if not isinstance(name, str):
-        raise PolicyError(f"forget() is for a task id, or a task and its arguments, not {what!r}")
+        raise PolicyError(
+            f"forget() is for a task id, or a task and its arguments, not {what!r}"
+            "; give one of these"
+        )
     terms, kept = _terms(budget, name, args, kwargs)
     if terms.evaluation.budget != owner:
         return False
@@ -61,7 +64,10 @@ def _terms(
     terms = terms_of(budget.app, name, args, kwargs)
     policy = policy_of(budget.app, name)
     if terms is None or policy is None or policy.reuse is None:
-        raise PolicyError(f"task {name} has no reuse=, so that no calls of it are joined")
+        raise PolicyError(
+            f"task {name} has no reuse=, so that no calls of it are joined"
+            "; declare reuse= at the task first"
+        )
     return terms, policy.reuse
 
 

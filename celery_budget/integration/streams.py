@@ -11,11 +11,11 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_budget import metering
 from celery_budget.core.identity import new_id
-from celery_budget.errors import BudgetError
+from celery_budget.errors import BudgetError, InvalidKey
 from celery_budget.events import Logger
 from celery_budget.integration.replies import id_of, record_reply
 from celery_budget.metering import Reply
-from celery_budget.settlement import Attempt, fits_as_key
+from celery_budget.settlement import MAX_KEY_LENGTH, Attempt, fits_as_key
 
 __all__ = ["Either", "Reading", "pass_on", "pass_on_async"]
 
@@ -35,7 +35,7 @@ class Reading:
     def __init__(self, attempt: Attempt, key: str | None, how: dict[str, Any]) -> None:
         self._attempt = attempt
         if key is not None and not fits_as_key(key):
-            raise ValueError(f"usage key {key!r} cannot be one; see usage.record")
+            raise InvalidKey(repr(key), MAX_KEY_LENGTH)
         # Of its own, for replies without an id: recording it again must add nothing.
         self._key, self._own_key = key, f"stream-{new_id()}"
         self._how = how

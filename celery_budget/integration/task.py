@@ -127,7 +127,9 @@ class BudgetedTask(GatedTask):
         several = isinstance(budget, (list, tuple))
         if budget is None or (estimate is None and not several):
             missing = "budget" if budget is None else "estimate"
-            raise PolicyError(f"{cls.__name__} is a budgeted task without {missing}=")
+            raise PolicyError(
+                f"{cls.__name__} is a budgeted task without {missing}=; declare it at the task"
+            )
         cls.budget_policy = BudgetPolicy(
             _plain(budget),
             _plain(estimate),
@@ -407,7 +409,9 @@ def budgeted(
             _upgrade_made(target, policy)
             return target
         if not callable(target):
-            raise PolicyError(f"@budgeted is for functions and tasks, not for {target!r}")
+            raise PolicyError(
+                f"@budgeted is for functions and tasks, not for {target!r}; put it above one"
+            )
         return BudgetedFunction(target, policy, task_options)
 
     return decorate if target is None else decorate(target)

@@ -71,7 +71,7 @@ def record(
         warning in the log, where no budgeted task runs (a task's function called directly).
     :raises InvalidAmount: for what is no amount; nothing was recorded.
     :raises InvalidReply: for a reply that cannot be read; nothing was recorded.
-    :raises ValueError: for what is no key; nothing was recorded.
+    :raises InvalidKey: for what is no key; nothing was recorded.
     :raises PolicyError: for a unit in which the task draws on no budget that is charged by use.
     :raises UnknownPrice: for a reply whose model has no price, where the task draws on money; that
         is charged the estimate, the rest is recorded.
@@ -88,6 +88,7 @@ def record(
         raise PolicyError(
             f"unit={unit!r} is for a single amount; a mapping names its units, and a reply is "
             "counted in all that the task draws on"
+            "; leave it out"
         )
     if is_reply:
         reply = metering.read(used, provider=provider, flavor=api_flavor, model=model)
@@ -151,7 +152,7 @@ def stream(
     in both ways can be afterwards.
 
     :param key: as for :func:`record`, as are the others; none for the reply's own id.
-    :raises ValueError: at once, for what is no key.
+    :raises InvalidKey: at once, for what is no key.
     :raises BudgetError: at its end, while it is read: as :func:`record`. A reply that cannot be
         read is charged the estimate before. One that is not read to its end raises nothing of ours.
     """

@@ -165,7 +165,9 @@ class Views:
         :raises UnknownBudget: where there is no such budget.
         """
         if type(limit) is not int or limit < 1:
-            raise InvalidAmount(f"a number of entries is an integer from 1 on, not {limit!r}")
+            raise InvalidAmount(
+                f"a number of entries is an integer from 1 on, not {limit!r}; give one"
+            )
         return shown.journal(self.reading, self.settings, name, limit)
 
     def quarantine(self, limit: int = 100) -> list[shown.Quarantined]:
@@ -175,7 +177,9 @@ class Views:
         requests that have failed for good. They hold no budget.
         """
         if type(limit) is not int or limit < 1:
-            raise InvalidAmount(f"a number of messages is an integer from 1 on, not {limit!r}")
+            raise InvalidAmount(
+                f"a number of messages is an integer from 1 on, not {limit!r}; give one"
+            )
         return shown.quarantined(self.reading, self.settings, limit)
 
     def quarantined(self, some_id: str) -> shown.Quarantined:
@@ -196,7 +200,9 @@ class Views:
     def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
         """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
         if type(limit) is not int or limit < 1:
-            raise InvalidAmount(f"a number of requests is an integer from 1 on, not {limit!r}")
+            raise InvalidAmount(
+                f"a number of requests is an integer from 1 on, not {limit!r}; give one"
+            )
         return shown.parked(self.reading, self.settings, limit)
 
     def queued(self) -> tuple[shown.Queued, ...]:
@@ -281,7 +287,7 @@ class Views:
         asked = 1 if page is None else page
         for what, number in (("the limit", limit), ("the size of a page", size), ("a page", asked)):
             if type(number) is not int or number < 1:
-                raise InvalidAmount(f"{what} is an integer from 1 on, not {number!r}")
+                raise InvalidAmount(f"{what} is an integer from 1 on, not {number!r}; give one")
         source = self.read_from()
         seen = shown.overview(self.reading, self.settings, containing, state, limit, page, size)
         return replace(seen, read_from=source)
@@ -309,9 +315,9 @@ class Views:
             are.
         """
         if type(limit) is not int or limit < 0:
-            raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}")
+            raise InvalidAmount(f"limit= is an integer from 0 on, not {limit!r}; give one")
         if type(results) is not int or results < 0:
-            raise InvalidAmount(f"results= is an integer from 0 on, not {results!r}")
+            raise InvalidAmount(f"results= is an integer from 0 on, not {results!r}; give one")
         queues = KombuQueues(self.app) if broker else None
         try:
             source = self.read_from()
@@ -402,7 +408,9 @@ class Views:
         :raises InvalidBudget: for a template.
         """
         if type(limit) is not int or limit < 1:
-            raise InvalidAmount(f"a number of holds is an integer from 1 on, not {limit!r}")
+            raise InvalidAmount(
+                f"a number of holds is an integer from 1 on, not {limit!r}; give one"
+            )
         return shown.explain_budget(self.reading, self.settings, name, limit, amount)
 
 
@@ -416,7 +424,9 @@ def _percent(value: float | Decimal | str) -> Decimal:
     except InvalidOperation:
         percent = Decimal("NaN")
     if not percent.is_finite() or not 0 <= percent <= 100:
-        raise InvalidAmount(f"a tolerance is a number of per cent from 0 to 100, not {value!r}")
+        raise InvalidAmount(
+            f"a tolerance is a number of per cent from 0 to 100, not {value!r}; give one"
+        )
     return percent
 
 

@@ -135,7 +135,10 @@ def read(
     genai = package(READING)
     reply = plain(value)
     if reply is None:
-        raise InvalidReply(f"{value!r} is no reply: it has no mapping to read")
+        raise InvalidReply(
+            f"{value!r} is no reply: it has no mapping to read"
+            "; give the provider's reply, or record its amounts"
+        )
     reply = _in_camel_case(reply)
     model = model or _text(reply, "model", "modelVersion")
     shape = _shape_of(reply)
@@ -230,6 +233,7 @@ def _flavor_of(genai: Package, shape: _Shape | None, provider: str) -> str:
     except LookupError as exc:
         raise InvalidReply(
             f"genai-prices {genai.version} does not know a provider {provider!r}"
+            "; give provider= one that it does, or record amounts"
         ) from exc
     wanted = (shape or RESPONSES).flavors
     for flavor in wanted:
@@ -271,6 +275,7 @@ def _counts(genai: Package, reply: dict[str, Any], provider: str, flavor: str) -
     except (LookupError, ValueError, TypeError) as exc:
         raise InvalidReply(
             f"the usage of a reply of {provider!r} cannot be read as {flavor}: {exc}"
+            "; give api_flavor=, or record amounts"
         ) from exc
     _check_parts(counts)
     return counts
@@ -286,7 +291,10 @@ def _check_numbers(told: Mapping[str, Any]) -> None:
     for name, value in told.items():
         if str(name).lower().endswith(NUMBERS):
             if isinstance(value, bool) or not (value is None or isinstance(value, (int, float))):
-                raise InvalidReply(f"the usage of a reply has {value!r} as {name}, a number")
+                raise InvalidReply(
+                    f"the usage of a reply has {value!r} as {name}, a number"
+                    "; record amounts instead"
+                )
             continue
         for part in value if isinstance(value, (list, tuple)) else (value,):
             found = plain(part)
@@ -317,6 +325,7 @@ def _check_parts(counts: Mapping[str, int]) -> None:
                 raise InvalidReply(
                     f"a reply has {count} {name} and {counts[whole]} {whole}, of which they are a "
                     "part"
+                    "; record amounts instead"
                 )
 
 

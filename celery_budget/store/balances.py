@@ -185,6 +185,7 @@ def _move_sqlite(
             raise InvalidAmount(
                 f"budget {key.budget!r} cannot count {reserved + spent}; a balance is at most "
                 "2^63-1"
+                "; use a larger unit"
             )
     connection.execute(
         balances.update().where(

@@ -32,6 +32,7 @@ from celery_budget.store.schema import (
 __all__ = [
     "balance",
     "balances_of",
+    "beginning",
     "budget_of",
     "close",
     "declared",
@@ -271,6 +272,17 @@ def names_of(
     if state is not None:
         wanted = wanted.where(budgets.c.state == state)
     return list(connection.execute(wanted.order_by(budgets.c.name).limit(limit)).scalars())
+
+
+def beginning(connection: Connection, root: str, start: str, limit: int) -> list[str]:
+    """Return the names of budgets that begin with ``start``, the first by name."""
+    rows = connection.execute(
+        sa.select(budgets.c.name)
+        .where(budgets.c.root == root, budgets.c.name.startswith(start, autoescape=True))
+        .order_by(budgets.c.name)
+        .limit(limit)
+    )
+    return list(rows.scalars())
 
 
 def some_of(

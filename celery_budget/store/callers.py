@@ -172,6 +172,7 @@ class _Django(Caller):
                 f"Django's connection {wrapper.alias!r} is to {wrapper.vendor} by "
                 f"{type(wrapper.connection).__module__}; the ledger takes part in transactions of "
                 "psycopg 3 and sqlite3"
+                "; use a connection of one of these"
             )
         self.driver = driver
         driver.check()

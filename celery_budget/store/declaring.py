@@ -218,9 +218,15 @@ def _check_parent(
     while above is not None:
         levels_above += 1
         if levels_above > MAX_DEPTH:
-            raise InvalidBudget(f"budget {budget.name!r} has more than {MAX_DEPTH} above it")
+            raise InvalidBudget(
+                f"budget {budget.name!r} has more than {MAX_DEPTH} above it"
+                "; give it a parent further up"
+            )
         if above == budget.name:
-            raise InvalidBudget(f"budget {budget.name!r} would be above itself, as {name!r} is")
+            raise InvalidBudget(
+                f"budget {budget.name!r} would be above itself, as {name!r} is"
+                "; give it another parent"
+            )
         row = _unit_and_parent(connection, root, above)
         if row is None and not is_template(above):
             make(connection, root, above, (*below, budget.name))
@@ -231,11 +237,13 @@ def _check_parent(
             raise InvalidBudget(
                 f"budget {name!r} counts {unit} and its parent {above!r} {row.unit}; what is drawn "
                 "from the one is drawn from the other"
+                "; give it a parent that counts the same"
             )
         above, name = row.parent, above
     if levels_above and levels_above + _levels_below(connection, root, budget.name) > MAX_DEPTH:
         raise InvalidBudget(
             f"budgets below {budget.name!r} would have more than {MAX_DEPTH} above them"
+            "; give them a parent further up"
         )
 
 
@@ -279,6 +287,7 @@ def _check_unit_free(connection: Connection, root: str, before: Budget, unit: st
         why = "was drawn on" if below is None else f"is the parent of {below!r}"
         raise InvalidBudget(
             f"budget {before.name!r} counts {before.unit} and {why}; its unit cannot become {unit}"
+            "; make another budget for that"
         )
 
 
@@ -325,7 +334,10 @@ def make(connection: Connection, root: str, name: str, below: tuple[str, ...] = 
     if found is None:
         return False
     if name in below or len(below) > MAX_DEPTH:
-        raise InvalidBudget(f"the templates of {below[0]!r} lead to no end of parents")
+        raise InvalidBudget(
+            f"the templates of {below[0]!r} lead to no end of parents"
+            "; let one of them have no parent"
+        )
     template, budget = found
     above = budget.parent
     if (

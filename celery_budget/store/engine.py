@@ -44,6 +44,20 @@ R = TypeVar("R")
 
 #: How often a call is tried where its caller waits for an answer.
 TRIES = 4
+#: What databases say, and what to do.
+_REMEDIES = (
+    (("refused", "timeout", "timed out", "resolve", "closed", "terminat", "shutting"),
+     "see that its server runs and can be reached, then try again"),
+    (("authentication", "password", "no pg_hba"), "correct the user or password of its URL"),
+    (("permission denied", "readonly", "read-only", "insufficient"),
+     "give its user the rights to read and write it"),
+    (("unable to open",), "see that the file's folder is there and may be written to"),
+    (("locked", "deadlock", "could not serialize", "lock not available"), "try again in a moment"),
+    (("full", "no space"), "make room on its disk"),
+    (("not a database", "malformed"), "see that its URL leads to the ledger, or restore a backup"),
+    (("does not exist",), "create it, or correct its URL"),
+)  # fmt: skip
+
 #: How often in a row one call may find that something has to be made first; then it has failed.
 PREPARATIONS = 50
 FIRST_WAIT_SECONDS = 0.05
@@ -415,7 +429,9 @@ class Store:
             return
         gate = self._gate
         if not gate.acquire(timeout=GATE_SECONDS):
-            raise StoreError(f"other threads kept {self.url} busy for {GATE_SECONDS} s", True)
+            raise StoreError(
+                f"other threads kept {self.url} busy for {GATE_SECONDS} s; try again", True
+            )
         try:
             yield
         finally:
@@ -538,6 +554,7 @@ def _create_engine(
             raise ConfigurationError(
                 f"{setting} is for {parsed.get_backend_name()}; "
                 "the ledger lives in PostgreSQL or SQLite"
+                "; give the URL of one of these"
             )
         if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
             raise ConfigurationError(
@@ -562,7 +579,7 @@ def _create_engine(
             **options,
         )
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
-        raise ConfigurationError(f"{setting} cannot be used: {error}") from error
+        raise ConfigurationError(f"{setting} cannot be used: {error}; correct it") from error
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
         return engine
@@ -700,9 +717,18 @@ def _translate(url: str, error: exc.DBAPIError) -> StoreError | SchemaError:
             "run 'celery -A PROJ budget init'"
         )
     return StoreError(
-        f"the ledger's database {url} failed: {message}",
+        f"the ledger's database {url} failed: {message}; {_remedy(message)}",
         retryable=error.connection_invalidated or not _is_the_statements(error, state),
     )
+
+
+def _remedy(message: str) -> str:
+    """Return what to do where the database says ``message``."""
+    said = message.lower()
+    for words, remedy in _REMEDIES:
+        if any(one in said for one in words):
+            return remedy
+    return "see its log"
 
 
 def state_of(error: exc.DBAPIError) -> str | None:

@@ -103,6 +103,7 @@ def adjust(
     if type(amount) is not int or not 0 < abs(amount) <= MAX_AMOUNT:
         raise InvalidAmount(
             f"an adjustment is an integer from 1 to 2^63-1, added or taken away, not {amount!r}"
+            "; give one"
         )
     window_us = _level(connection, root, budget).window_us
     same = {"budget": budget, "amount": amount}
@@ -133,6 +134,7 @@ def adjust(
         raise InvalidAmount(
             f"budget {budget!r} has spent {level.spent} in its present window; {-amount} cannot "
             "be taken from that"
+            "; take less"
         )
     move(connection, root, [Move(Key(budget, window_us), 0, amount)], "adjust", reason)
     return True
@@ -157,6 +159,7 @@ def _check_sum(connection: Connection, root: str, budget: str, amount: int, now:
         raise InvalidAmount(
             f"budget {budget!r} has been granted {granted} already; {amount} more would be more "
             "than 2^63-1"
+            "; grant less"
         )
 
 

@@ -97,7 +97,9 @@ def start(
     if isinstance(claimed, Closed):
         return claimed
     if not isinstance(claimed, Claimed):
-        raise StoreError("a request that was to run at once has ended while this was repeated")
+        raise StoreError(
+            "a request that was to run at once has ended while this was repeated; call it again"
+        )
     return replace(claimed, waived=tried.waived)
 
 

@@ -137,7 +137,7 @@ def declare(connection: Connection, root: str, name: str, terms: Mapping[str, An
     try:
         lane = Lane(name, **{"queues": (), **terms}) if before is None else replace(before, **terms)
     except TypeError as error:
-        raise InvalidLane(f"lane {name!r} has no such term: {error}") from None
+        raise InvalidLane(f"lane {name!r} has no such term: {error}; correct it") from None
     write(connection, root, lane)
     return lane
 

@@ -16,6 +16,7 @@ __all__ = ["VERSION_TABLE", "check", "head", "upgrade"]
 
 #: Alembic's own table; not its default name, so that it can share a database with an application.
 VERSION_TABLE = "budget_alembic_version"
+_VERSION = sa.text(f"SELECT version_num FROM {VERSION_TABLE}")  # noqa: S608 - a constant
 
 
 def upgrade(connection: Connection) -> str:
@@ -23,10 +24,16 @@ def upgrade(connection: Connection) -> str:
 
     In the caller's transaction: all or nothing. Two at once wait for each other on SQLite; on
     PostgreSQL an advisory lock sees to it.
+
+    :raises SchemaError: where a later release has made them.
     """
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7016996765293437281)")
     config = _config()
+    if sa.inspect(connection).has_table(VERSION_TABLE):
+        found = connection.execute(_VERSION).scalar()
+        if found is not None and found > _head():
+            raise _differs(found)
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
     return _head()
@@ -38,12 +45,17 @@ def check(connection: Connection) -> None:
     :raises SchemaError: otherwise; also (from :class:`Store`) where there is none at all.
     """
     # Not through Alembic's context: it would log at every start of every process.
-    found = connection.execute(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()  # noqa: S608 - a constant
+    found = connection.execute(_VERSION).scalar()
     if found != _head():
-        raise SchemaError(
-            f"the ledger's schema is at version {found or 'none'} and this release needs "
-            f"{_head()}; run 'celery -A PROJ budget init'"
-        )
+        raise _differs(found)
+
+
+def _differs(found: str | None) -> SchemaError:
+    later = found is not None and found > _head()
+    return SchemaError(
+        f"the ledger's schema is at version {found or 'none'} and this release needs {_head()}; "
+        + ("install the release that made it" if later else "run 'celery -A PROJ budget init'")
+    )
 
 
 def head() -> str:

@@ -42,6 +42,7 @@ def rebuild(connection: Connection, root: str, key: Key, reason: str) -> bool:
         raise InvalidAmount(
             f"the lines of budget {key.budget!r} add up to {reserved} reserved and {spent} spent, "
             "which no balance can be"
+            "; see who wrote into the ledger's tables, and restore them from a backup"
         )
     entries = of_balance(root, key.budget, key.window_us, key.stripe)
     told = reads(connection, entries)

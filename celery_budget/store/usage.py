@@ -120,7 +120,10 @@ def record(
     metered = [line for unit in changes for line in drawn[unit][1]]
     totals, earlier = _totals(metered, changes)
     if max(totals.values()) > MAX_AMOUNT:
-        raise InvalidAmount(f"usage of {max(totals.values())} in one request cannot be counted")
+        raise InvalidAmount(
+            f"usage of {max(totals.values())} in one request cannot be counted"
+            "; record less at a time"
+        )
     exceeded = None
     with taken_out(connection, row):
         write_lines(connection, root, reservation_id, {"used": totals, **earlier})
@@ -189,6 +192,7 @@ def _drawn_on(of: Lines, used: Used) -> dict[str, tuple[int, Lines]]:
         raise PolicyError(
             "the task draws on no budget that is charged what it uses of what a reply tells; it "
             f"can record {', '.join(sorted(by_unit)) or 'nothing'}"
+            "; name one of these with unit="
         )
     return drawn
 
@@ -208,6 +212,7 @@ def _metered(of: Lines, unit: str | None) -> tuple[str, Lines]:
         raise PolicyError(
             f"the task draws on no budget that is charged what it uses{of_unit}; it can record "
             f"and extend {known or 'nothing'}"
+            "; name one of these with unit="
         )
     return unit, metered
 

@@ -67,7 +67,7 @@ def in_memory(
     budget = the_budget_of(app)
     unknown = {*settings} - {*Settings.__dataclass_fields__}
     if unknown:
-        raise ConfigurationError(f"there is no setting {PREFIX}{min(unknown)}")
+        raise ConfigurationError(f"there is no setting {PREFIX}{min(unknown)}; correct its name")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(**_PLACE)))
         # A backend such as Redis would be asked for a result as soon as its task is called.

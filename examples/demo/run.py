@@ -307,8 +307,11 @@ def progress(console: Console, total: int) -> Iterator[Any]:
 
 
 def say(console: Console, text: str) -> None:
-    """Print one line as it is; what could move a terminal's cursor is escaped."""
-    console.print(literal(text), soft_wrap=True)
+    """Print some text as it is; what could move a terminal's cursor is escaped.
+
+    On one line, for programs; on a terminal it is wrapped between its words.
+    """
+    console.print(literal(text), soft_wrap=not console.is_terminal)
 
 
 def show_report(console: Console, report: Report) -> None:

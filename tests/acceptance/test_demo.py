@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import terminal
 from tests.cluster import WAIT, eventually
 from tests.programs import Programs
 
@@ -109,6 +112,24 @@ def test_the_figures_are_those_of_the_files(demo: Demo, texts: Path) -> None:
     assert (reserved, available) == (0, limit - spent)
     assert f"{len(admitted)} requests, nothing open" in said
     assert demo.nothing_is_left()
+
+
+def test_on_a_terminal_it_is_read_in_80_columns(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {**os.environ, "TERM": "xterm", "TMPDIR": str(tmp_path)}
+    files = sorted(map(str, texts.glob("*.*")))
+    status, seen = terminal.run([sys.executable, str(DEMO), *files], tmp_path, environment)
+    assert status == 0, seen
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
+    assert [line for line in lines if len(line) > 80] == []
+    assert not re.search("Traceback|WARNING|Warning:", plain)
+    # The command to see more is not broken within a word.
+    assert "'celery -A PROJ budget explain --budget tenant:demo'" in " ".join(lines)
+    assert "tenant:demo" in plain
 
 
 def test_it_runs_again_and_several_at_once(demo: Demo, texts: Path) -> None:

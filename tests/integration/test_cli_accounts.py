@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime, timezone
 
 import pytest
@@ -292,7 +293,7 @@ def test_journal_that_does_not_add_up_is_not_folded(shop: Shop, run: Run) -> Non
 def test_a_bar_is_shown_only_to_a_terminal_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = [False]
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress.sys, "stderr", _Stream(terminal))
+    monkeypatch.setattr(sys, "stderr", _Stream(terminal))
     monkeypatch.setattr(progress, "QUIET_SECONDS", 3600)
     with Progress("folding", "balances") as bar:
         terminal[0] = True
@@ -305,7 +306,7 @@ def test_a_bar_is_shown_only_to_a_terminal_that_waits(monkeypatch: pytest.Monkey
         terminal[0] = True
         bar.told(3, 3)
         assert bar._bar is not None
-    assert "folding" in progress.sys.stderr.text
+    assert "folding" in sys.stderr.text
 
 
 class _Stream:

@@ -38,6 +38,7 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
         ("shop.draft", "draft:2", 7, None, 5),
         ["shop.draft is 7", "draft:2 has at_most=5", "correct the estimator"],
     ),
+    "InvalidKey": (("''",255), ["usage key ''", "1 to 255"]),
     "InvoiceError": (("usage.csv", 17, "'x' is no day"), ["usage.csv, line 17: 'x' is no day"]),
     "HoldsOpen": (("b", "the closing", 3), ["'b'", "3 of its requests", "close b --drain"]),
     "KeyConflict": (("k-1", "grant"), ["'k-1'", "another grant", "a new key"]),

@@ -208,7 +208,7 @@ def test_time_ends_with_the_year_9998(kind: str, zone: str) -> None:
     window = period.window(LAST_US)
     assert window.start_us <= LAST_US < window.end_us
     for at in (-1, LAST_US + 1, 2**63 - 1, -(10**30), 10**30):
-        with pytest.raises(InvalidPeriod, match=f"1970 and 9998 .* not at {at}$"):
+        with pytest.raises(InvalidPeriod, match=f"1970 and 9998 .* not at {at};"):
             period.window(at)
 
 
@@ -235,7 +235,7 @@ def test_zones_that_iana_does_not_name_are_refused(kind: str, zone: str) -> None
 
 @pytest.mark.parametrize("zone", [None, 1, b"UTC", [], timezone.utc, ZoneInfo("Europe/Berlin")])
 def test_a_zone_is_given_by_name(zone: object) -> None:
-    with pytest.raises(InvalidPeriod, match=r"^a period's time zone is a name, not .* \(\w+\)$"):
+    with pytest.raises(InvalidPeriod, match=r"^a period's time zone is a name, not .* \(\w+\);"):
         Period("day", zone)  # type: ignore[arg-type]
 
 
