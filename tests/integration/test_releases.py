@@ -11,6 +11,7 @@ from celery.worker import request as requests
 from celery.worker import state
 from kombu.transport.redis import Channel
 
+from celery_budget import budgeted
 from celery_budget.integration import releases
 from celery_budget.relay import Relayed
 from tests.integration.support import Shop
@@ -26,7 +27,10 @@ def test_a_redis_without_publish_batches_gets_its_messages_one_by_one(
         Channel, "create_publish_batch", lambda *_: pytest.fail("a batch"), raising=False
     )
     shop = make_shop(broker_url=redis_url)
-    wanted = [shop.draft.delay(str(number)).id for number in range(5)]
+    shop.budget.set("tenant:a", limit=100)
+    task = shop.app.task(name="releases.draft", shared=False)(print)
+    draft = budgeted(budget="tenant:a", estimate=1)(task)
+    wanted = [draft.delay(number).id for number in range(5)]
     assert shop.relay() == Relayed(published=5, taken=5)
     assert [message.headers["id"] for message in shop.received()] == wanted
 

@@ -88,7 +88,8 @@ def table(results: Iterable[tuple[str, Result]]) -> str:
     results = list(results)
     width = max((len(name) for name, _ in results), default=4)
     rows = [
-        f"{'cell':<{width}}  {'result':<7}{'passed':>7}{'failed':>8}{'skipped':>9}{'seconds':>9}  with"
+        f"{'cell':<{width}}  {'result':<7}{'passed':>7}{'failed':>8}{'skipped':>9}{'seconds':>9}"
+        "  with"
     ]
     for name, one in results:
         verdict = "FAILED" if one.problem else "ok"

@@ -46,7 +46,7 @@ IPC_RMID = 0
 
 
 def program_folders() -> Iterator[Path]:
-    """Folders that may hold initdb and postgres, best first; the one of `PROGRAMS` where it is set."""
+    """Folders that may hold initdb and postgres, best first; `PROGRAMS` may name it."""
     given = os.environ.get(PROGRAMS)
     if given:
         yield Path(given)
