@@ -87,14 +87,11 @@ def table(results: Iterable[tuple[str, Result]]) -> str:
     """Return the results in rows, and under them what failed."""
     results = list(results)
     width = max((len(name) for name, _ in results), default=4)
-    rows = [
-        f"{'cell':<{width}}  {'result':<7}{'passed':>7}{'failed':>8}{'skipped':>9}{'seconds':>9}"
-        "  with"
-    ]
+    rows = [f"{'cell':<{width}}  result  passed  failed  skipped  seconds  with"]
     for name, one in results:
         verdict = "FAILED" if one.problem else "ok"
         rows.append(
-            f"{name:<{width}}  {verdict:<7}{one.passed:>7}{len(one.failed):>8}{one.skipped:>9}"
+            f"{name:<{width}}  {verdict:<6}{one.passed:>8}{len(one.failed):>8}{one.skipped:>9}"
             f"{one.seconds:>9.0f}  {one.what}"
         )
     for name, one in results:
