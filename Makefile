@@ -28,7 +28,7 @@ example: $(SHOWN) ## run one of the examples (NAME=fastapi, django, pipeline, fa
 	$(BIN)/python -m 'examples.$(NAME).run'
 
 test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on; -n 0 for one process)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # With real servers on a busy machine a test may fail by its timing alone. It has to pass by itself then, and
 # is named, to be looked into; where more than three failed nothing is run again.
