@@ -18,6 +18,7 @@ from amqp import Message
 from amqp.exceptions import ConnectionForced
 from redis import Redis
 
+from tests.conftest import LONGEST
 from tests.services.base import NotOwned, Service, free_port
 from tests.services.pgbouncer import PgBouncer
 from tests.services.postgres import PostgresReplica, PostgresServer, plain_url
