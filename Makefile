@@ -2,7 +2,7 @@
 #   make demo    needs only the package itself
 #   make example NAME=fastapi    installs what the examples use
 #   make test    installs the test and lint tools as well, into the same environment
-# Variables: PYTHON (interpreter for the environment), NAME (for example), FILES and PAGE (for demo), ARGS (for test, retest, smoke, simulate, crash-matrix, soak and bench), SEEDS (for simulate and crash-matrix), JOBS (for soak).
+# Variables: PYTHON (interpreter for the environment), NAME (for example), FILES and PAGE (for demo), ARGS (for test, retest, smoke, simulate, crash-matrix, matrix, soak and bench), PYTHONS (interpreters for matrix), SEEDS (for simulate and crash-matrix), JOBS (for soak).
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +28,7 @@ example: $(SHOWN) ## run one of the examples (NAME=fastapi, django, pipeline, fa
 	$(BIN)/python -m 'examples.$(NAME).run'
 
 test: $(FULL) ## run the tests (ARGS="-k name -x" are passed on; -n 0 for one process)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # With real servers on a busy machine a test may fail by its timing alone. It has to pass by itself then, and
 # is named, to be looked into; where more than three failed nothing is run again.
@@ -45,6 +45,9 @@ simulate: $(FULL) ## run the simulator of concurrent clients (SEEDS=7, SEEDS=1..
 
 crash-matrix: $(FULL) ## kill each process and restart each server at each step (SEEDS=1..3 ARGS="--match claim --jobs 2"); an hour or two
 	$(BIN)/python -m tests.crash --seeds "$(or $(SEEDS),1)" $(ARGS)
+
+matrix: $(FULL) ## test over each Python here, the oldest and newest dependencies, and each PostgreSQL (ARGS="--python 3.10 --deps oldest")
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 soak: $(FULL) ## noisy work of several tenants under kills, with a verdict (JOBS=2000 ARGS="--seed 7 --broker rabbitmq")
 	$(BIN)/python -m tests.soak --jobs "$(or $(JOBS),2000)" $(ARGS)

@@ -29,6 +29,25 @@ Owned = TypeVar("Owned", bound=Service)
 
 SERVERS = ("POSTGRES", "REDIS", "RABBITMQ")
 
+#: The files that take more than a minute or two, the longest first.
+LONGEST = (
+    "integration/test_eager.py",
+    "fault/test_spool.py",
+    "contract/test_model.py",
+    "fault/test_kills.py",
+    "outcomes/test_on_rabbitmq.py",
+    "outcomes/test_on_redis.py",
+    "contract/test_relay.py",
+    "integration/test_canvas_repeats.py",
+    "contract/test_budget_races.py",
+    "publication/test_runs.py",
+    "examples/test_examples.py",
+    "enlist/test_kinds.py",
+)
+
+#: A server that is killed loses nothing by these: its machine stays up, and has what was written.
+UNFLUSHED = {"fsync": "off", "full_page_writes": "off"}
+
 # The machines that run this are small and shared: how long an example takes says nothing.
 settings.register_profile("budget", deadline=None, print_blob=True)
 settings.load_profile("budget")
@@ -40,12 +59,24 @@ def pytest_report_header() -> str:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """In how many processes to test, one a processor; each has servers of its own.
+    """In how many processes to test, three on two processors; each has servers of its own.
 
-    Where one is given by its URL, and so would be shared, in this process alone.
+    They wait for servers and other processes for half of their time. Where a server is given by its
+    URL, and so would be shared, in this process alone.
     """
     given = any(os.environ.get(f"BUDGET_TEST_{name}_URL") for name in SERVERS)
-    return 0 if given else os.cpu_count() or 1
+    return 0 if given else (os.cpu_count() or 1) * 3 // 2
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, of several processes, so that all end together.
+
+    Each file is one process's (`--dist loadfile`), and xdist is told to keep this order.
+    """
+    if hasattr(config, "workerinput"):
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
 def missing(name: str, how_to_get: str, error: ServiceUnavailable) -> NoReturn:
@@ -76,6 +107,11 @@ def _own(make: Callable[[], Owned], how_to_get: str) -> Iterator[Owned]:
         server.stop()
 
 
+def a_postgres() -> PostgresServer:
+    """A PostgreSQL that waits for no disk."""
+    return PostgresServer(settings=UNFLUSHED)
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer | ExternalPostgres]:
     """The session's PostgreSQL, for tests that leave it alone."""
@@ -83,7 +119,7 @@ def postgres_server() -> Iterator[PostgresServer | ExternalPostgres]:
     if url:
         yield ExternalPostgres(url)
     else:
-        yield from _own(PostgresServer, postgres.HOW_TO_GET)
+        yield from _own(a_postgres, postgres.HOW_TO_GET)
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +183,8 @@ def unique_name() -> str:
 
 @pytest.fixture
 def own_postgres() -> Iterator[PostgresServer]:
-    """A durable PostgreSQL that the test may kill."""
-    yield from _own(PostgresServer, postgres.HOW_TO_GET)
+    """A PostgreSQL that the test may kill, and that keeps what was committed."""
+    yield from _own(a_postgres, postgres.HOW_TO_GET)
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +193,8 @@ def replicated() -> Iterator[PostgresReplica]:
 
     A test that kills or promotes makes a `PostgresReplica` of its own, of `own_postgres`.
     """
-    with contextmanager(_own)(PostgresServer, postgres.HOW_TO_GET) as primary:
-        yield from _own(lambda: PostgresReplica(primary), postgres.HOW_TO_GET)
+    with contextmanager(_own)(a_postgres, postgres.HOW_TO_GET) as primary:
+        yield from _own(lambda: PostgresReplica(primary, settings=UNFLUSHED), postgres.HOW_TO_GET)
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ from celery_budget.integration.outcomes import (
     written_retry,
     written_value,
 )
+from celery_budget.integration.releases import retries_on_worker_lost
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
 from celery_budget.integration.spooling import keep_unstarted, stopping
@@ -284,7 +285,7 @@ def _claim_reserved(
         BOOT_ID,
         bool(task.acks_late),
         os.getpid(),
-        bool(task.acks_late or task.retry_on_worker_lost) and losses.may_rerun,
+        bool(task.acks_late or retries_on_worker_lost(task)) and losses.may_rerun,
         losses.inquires,
     )
     return undisturbed(

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import celery.app.amqp
 from celery._state import get_current_worker_task
 
 from celery_budget import admission, tracing, watching
@@ -55,6 +54,7 @@ from celery_budget.integration.context import (
 from celery_budget.integration.deadlines import UNTIL, deadline_of, passed_on
 from celery_budget.integration.fallbacks import CHOSEN, NEXT, Choice, Way
 from celery_budget.integration.ids import fix_link_ids
+from celery_budget.integration.releases import publishes_what_follows
 from celery_budget.integration.results import BackendResults
 from celery_budget.integration.reuse import request_id_of
 from celery_budget.integration.sending import Sender, Unopened, queue_name
@@ -588,9 +588,7 @@ def _origin(message: Any, attempt: Attempt | None) -> str:
             return "continuation"
         if _is_retry(message, task.request):
             return "retry"
-    # Set while Celery publishes what follows a task that has finished, budgeted or not.
-    follows = getattr(celery.app.amqp, "_callback_publish_retry", None)
-    return "continuation" if follows is not None and follows.get() else "new"
+    return "continuation" if publishes_what_follows() else "new"
 
 
 def _is_retry(message: Any, request: Any) -> bool:

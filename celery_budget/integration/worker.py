@@ -32,6 +32,7 @@ from celery_budget.integration.gated import GatedTask
 from celery_budget.integration.inline import upgrade_inline
 from celery_budget.integration.install import CeleryBudget
 from celery_budget.integration.leases import renew_until
+from celery_budget.integration.releases import announce_cancelled
 from celery_budget.integration.spooling import (
     keep_lost,
     prepare,
@@ -263,7 +264,7 @@ class BudgetRequest(Request):
         if _concerns(self.task, self, self.request_dict.get(HEADER)):
             self._worker_lost(may_rerun=True, tell=True)
             emit_retry = False
-        super()._announce_cancelled(emit_retry=emit_retry)
+        announce_cancelled(self, super()._announce_cancelled, emit_retry)
 
     def _released(self, reason: str) -> bool:
         """Give the hold back; false where it is not this message's to give.

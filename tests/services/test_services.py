@@ -18,6 +18,7 @@ from amqp import Message
 from amqp.exceptions import ConnectionForced
 from redis import Redis
 
+from tests.conftest import LONGEST
 from tests.services.base import NotOwned, Service, free_port
 from tests.services.pgbouncer import PgBouncer
 from tests.services.postgres import PostgresReplica, PostgresServer, plain_url
@@ -261,3 +262,20 @@ def test_a_foreign_server_on_the_port_is_not_taken_for_ours(
 def test_ports_lie_below_the_range_of_outgoing_connections() -> None:
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert free_port() < max(low, 32768)
+
+
+def test_the_longest_files_are_there_under_their_names() -> None:
+    tests = Path(__file__).parents[1]
+    found = {"/".join(path.parts[-2:]) for path in tests.rglob("test_*.py")}
+    assert set(LONGEST) <= found
+
+
+@pytest.mark.postgres
+def test_a_kill_loses_nothing_that_was_committed_unflushed(own_postgres: PostgresServer) -> None:
+    url = own_postgres.create_database()
+    with psycopg.connect(plain_url(url)) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 7 AS number")
+    own_postgres.kill()
+    own_postgres.restart()
+    with psycopg.connect(plain_url(url)) as connection:
+        assert connection.execute("SELECT number FROM kept").fetchone() == (7,)
