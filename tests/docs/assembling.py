@@ -38,11 +38,11 @@ def syntax_of(block: Block) -> ast.Module:
     return tree
 
 
-def module_of(page: Path) -> tuple[str, list[tuple[int, Block]]]:
+def module_of(page: Path, blocks: list[Block]) -> tuple[str, list[tuple[int, Block]]]:
     """Return a page as a module, and at which line of it each block begins."""
     text = COMMON + OF_PAGES.get(str(page.relative_to(ROOT)), "") + "\n"
     begins: list[tuple[int, Block]] = []
-    for block in BLOCKS:
+    for block in blocks:
         if block.page == page and block.language == "python":
             text += f"async def block_{block.number}():\n"
             begins.append((text.count("\n") + 1, block))
@@ -57,26 +57,14 @@ def _body(code: str) -> str:
     return "\n".join(lines) + "\n    pass"
 
 
-def whole_files(page: Path, folder: Path) -> list[Path]:
-    """Write the blocks of a page that are files, and return where."""
-    written = []
-    for block in BLOCKS:
-        if block.page == page and block.language == "python" and block.file:
-            path = folder / block.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text, encoding="utf-8")
-            written.append(path)
-    return written
-
-
-def told_by_mypy(folder: Path) -> dict[str, list[str]]:
+def told_by_mypy(folder: Path, blocks: list[Block] = BLOCKS) -> dict[str, list[str]]:
     """Return what mypy says of the fragments of all pages, by block.
 
     One run for all: most of its time goes into what they import.
     """
     begins: dict[str, list[tuple[int, Block]]] = {}
     for page in PAGES:
-        text, of_page = module_of(page)
+        text, of_page = module_of(page, blocks)
         if of_page:
             name = re.sub(r"\W", "_", str(page.relative_to(ROOT)))
             (folder / f"{name}.py").write_text(text, encoding="utf-8")

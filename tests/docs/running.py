@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -107,19 +108,19 @@ def main() -> None:
             if runs(block) and (not wanted or block.name in wanted):
                 folder = Path(place) / str(number)
                 folder.mkdir()
-                said = _apart(block, folder, empty)
+                said = in_a_copy(lambda b=block, f=folder: run(b, f, empty), folder)
                 if said:
                     failed[block.name] = said
     print(json.dumps(failed))
 
 
-def _apart(block: Block, folder: Path, empty: Path) -> str:
-    """Run one in a copy of this process, and return the traceback, if there is one."""
+def in_a_copy(work: Callable[[], None], folder: Path) -> str:
+    """Do it in a copy of this process, and return the traceback, if there is one."""
     told = folder / "traceback"
     child = os.fork()
     if child == 0:
         try:
-            run(block, folder, empty)
+            work()
         except BaseException:
             told.write_text(traceback.format_exc(), encoding="utf-8")
         finally:
