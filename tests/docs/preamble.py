@@ -109,6 +109,7 @@ Tenant = Annotated[str, Depends(tenant_of)]
 class Order(BaseModel):
     prompt: str
 """,
+    "docs/howto/alerts.md": "pager: Any",
     "docs/howto/streaming.md": "channel: Any\nengine: Any\nsend: Any\nstream: Any",
     "docs/log-events.md": "import pythonjsonlogger.json\nimport structlog\nhandler: logging.Handler",
     "docs/lost-workers.md": "provider: Any",

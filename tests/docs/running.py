@@ -44,6 +44,7 @@ INSIDE = {
     "docs/cancelling.md": ("for page",),
     "docs/deadlines.md": ("client.",),
     "docs/effects.md": ("charge",),
+    "docs/howto/cancelling.md": ("for page",),
     "docs/howto/streaming.md": ("for number",),
     "docs/usage.md": ("from celery_budget import usage", "for event"),
 }
@@ -204,7 +205,7 @@ def names_of(block: Block, app: Celery, budget: CeleryBudget, rows: Path) -> dic
     names["model"].ask = lambda page: 5
     names["drafts"] = [names["draft"].s("a", "acme"), names["draft"].s("b", "acme")]
     exec(OF_PAGES.get(str(block.page.relative_to(ROOT)), ""), names)  # noqa: S102
-    if "task_id" in block.text or "result.id" in block.text:
+    if "task_id" in block.text or ("result.id" in block.text and "result =" not in block.text):
         names["result"] = names["draft"].delay("before", tenant="acme")
         names["task_id"] = names["result"].id
     _modules(names)
