@@ -8,7 +8,7 @@ reader's own, or a provider's, is anything.
 from __future__ import annotations
 
 #: Beneath all.
-COMMON = '''
+COMMON = """
 from __future__ import annotations
 
 import asyncio
@@ -69,7 +69,7 @@ reply: Any
 chunks: Any
 model: Any
 asked: dict[str, Any]
-'''
+"""
 
 #: Beneath what is common, by page.
 OF_PAGES: dict[str, str] = {
@@ -111,7 +111,7 @@ class Order(BaseModel):
 """,
     "docs/howto/alerts.md": "pager: Any",
     "docs/howto/streaming.md": "channel: Any\nengine: Any\nsend: Any\nstream: Any",
-    "docs/log-events.md": "import pythonjsonlogger.json\nimport structlog\nhandler: logging.Handler",
+    "docs/log-events.md": "import pythonjsonlogger.json, structlog\nhandler: logging.Handler",
     "docs/lost-workers.md": "provider: Any",
     "docs/retries.md": "class BadPrompt(Exception): ...\nclass AccountClosed(Exception): ...",
     "docs/reuse.md": "summary: Any",

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from celery import Celery
 from celery.bin.base import CLIContext
 
@@ -63,7 +64,7 @@ def main() -> None:
             said = in_a_copy(lambda b=blocks, f=folder: run(b, f, empty), folder)
             if said:
                 failed[name] = said
-    print(json.dumps(failed))
+    sys.stdout.write(f"{json.dumps(failed)}\n")
 
 
 def runs(block: Block) -> bool:
@@ -110,14 +111,11 @@ def do(app: Celery, line: str) -> str | None:
     rest = words[4:]
     if rest[:1] in SERVES and "--health" not in rest:
         return None
-    with _terminal() as said:
-        try:
-            obj = CLIContext(app, no_color=True, workdir=None)
-            command.main(rest, prog_name="budget", obj=obj)
-        except SystemExit as ended:
-            # An invoice that differs is told so.
-            good = {0, 1} if "--invoice" in rest else {0}
-            assert ended.code in good, f"{line}\n{said.getvalue()}"
+    with _terminal() as said, pytest.raises(SystemExit) as ended:
+        command.main(rest, prog_name="budget", obj=CLIContext(app, no_color=True, workdir=None))
+    # An invoice that differs is told so.
+    good = {0, 1} if "--invoice" in rest else {0}
+    assert ended.value.code in good, f"{line}\n{said.getvalue()}"
     return said.getvalue()
 
 
