@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -32,7 +33,6 @@ from sqlalchemy.orm import Session, declarative_base
 
 from celery_budget import BudgetLine, CeleryBudget, budgeted
 from celery_budget.settings import Settings
-from celery_budget.store import Store, migrate
 from celery_budget.testing import in_memory
 from tests.docs.assembling import code_of
 from tests.docs.pages import BLOCKS, ROOT, Block
@@ -65,6 +65,8 @@ IMPORTED = (
     "celery_budget.http", "celery_budget.metrics", "celery_budget.render.html",
     "opentelemetry.sdk.trace.export", "genai_prices", "tiktoken",
 )  # fmt: skip
+#: What may have changed the ledger, which has to add up then.
+ADMITS = re.compile(r"\b(?:delay|apply_async|publish|enlist|cancel|record|stream)\(")
 #: Budgets that there are, with their units.
 UNITS = {
     "tenant:*": "tokens", "user:*": "tokens", "org:usd": "micro-usd", "usd:*": "micro-usd",
@@ -102,9 +104,7 @@ def main() -> None:
         import_module(name)
     with tempfile.TemporaryDirectory() as place:
         empty = Path(place) / "empty.db"
-        store = Store(f"sqlite:///{empty}")
-        store.run(migrate.upgrade)
-        store.dispose()
+        assert not in_a_copy(lambda: prepare(empty, UNITS), Path(place))
         for number, block in enumerate(BLOCKS):
             if runs(block) and (not wanted or block.name in wanted):
                 folder = Path(place) / str(number)
@@ -113,6 +113,17 @@ def main() -> None:
                 if said:
                     failed[block.name] = said
     sys.stdout.write(f"{json.dumps(failed)}\n")
+
+
+def prepare(file: Path, units: dict[str, str]) -> None:
+    """Make a ledger that has these budgets and nothing else."""
+    app = Celery("prepared", broker="memory://")
+    app.conf.budget_database_url = f"sqlite:///{file}"
+    budget = CeleryBudget(app)
+    budget.init()
+    for name, unit in units.items():
+        budget.set(name, limit=1_000_000, unit=unit)
+    budget.store.dispose()
 
 
 def in_a_copy(work: Callable[[], None], folder: Path) -> str:
@@ -150,14 +161,13 @@ def run(block: Block, folder: Path, empty: Path) -> None:
     settings = {"database_url": f"sqlite:///{rows}", **SETTINGS.get(page, {})}
     app.conf.task_store_eager_result = True
     with in_memory(app, eager=page in EAGER or None, **settings):
-        for pattern, unit in UNITS.items():
-            budget.set(pattern, limit=1_000_000, unit=unit)
         names = names_of(block, app, budget, rows)
         inside = block.text.startswith(INSIDE.get(page, ("\0",)))
         _do(block, names, inside=inside)
         Settings.read(app.conf.get)
-        proof = budget.reconcile()
-        assert proof.ok, proof
+        if ADMITS.search(block.text):
+            proof = budget.reconcile()
+            assert proof.ok, proof
 
 
 def _do(block: Block, names: dict[str, Any], *, inside: bool) -> None:

@@ -28,11 +28,10 @@ from celery.bin.base import CLIContext
 
 from celery_budget import CeleryBudget
 from celery_budget.cli import budget as command
-from celery_budget.store import Store, migrate
 from celery_budget.testing import in_memory
 from tests.docs.commands import lines_of, shown
 from tests.docs.pages import BLOCKS, ROOT, SHELL, Block
-from tests.docs.running import UNITS, in_a_copy, names_of
+from tests.docs.running import UNITS, in_a_copy, names_of, prepare
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 #: What a page's commands need to be there.
@@ -51,9 +50,7 @@ def main() -> None:
     pages = {block.page: None for block in BLOCKS if runs(block)}
     with tempfile.TemporaryDirectory() as place:
         empty = Path(place) / "empty.db"
-        store = Store(f"sqlite:///{empty}")
-        store.run(migrate.upgrade)
-        store.dispose()
+        assert not in_a_copy(lambda: prepare(empty, BUDGETS), Path(place))
         for number, page in enumerate(pages):
             name = str(page.relative_to(ROOT))
             if sys.argv[1:] and name not in sys.argv[1:]:
@@ -81,8 +78,6 @@ def run(blocks: list[Block], folder: Path, empty: Path) -> None:
     app.conf.budget_database_url = f"sqlite:///{rows}"
     budget = CeleryBudget(app)
     with in_memory(app, database_url=f"sqlite:///{rows}"):
-        for name, unit in BUDGETS.items():
-            budget.set(name, limit=1_000_000, unit=unit)
         draft = names_of(blocks[0], app, budget, rows)["draft"]
         task = draft.apply_async(("before", "acme"), request_id="order-4711")
         (folder / "bill.csv").write_text(BILL, encoding="utf-8")
