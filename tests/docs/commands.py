@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT
 
 #: Commands of others, which are only taken apart.
 FOREIGN = {
-    "createdb", "curl", "docker", "kubectl", "pg_dump", "pg_restore", "psql",
+    "createdb", "curl", "docker", "uvicorn", "kubectl", "pg_dump", "pg_restore", "psql",
 }  # fmt: skip
 #: Words that stand for a value.
 STANDS_FOR = re.compile(r"^[A-Z_]+$|^…$|^\.\.\.$|^\[|^[A-Z]+=|^\$")
@@ -31,6 +31,18 @@ def lines_of(text: str) -> Iterator[str]:
             command = line.removeprefix("$ ")
             if not command.startswith("#"):
                 yield command
+
+
+def shown(text: str, command: str) -> str:
+    """Return what a block shows below a command that stands after a prompt."""
+    if not text.startswith("$ "):
+        return ""
+    joined = re.sub(r"\\\n\s*", "", text)
+    for part in joined.split("$ ")[1:]:
+        typed, _, said = part.partition("\n")
+        if typed == command:
+            return said
+    return ""
 
 
 def check(command: str) -> None:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+#: Languages of what is typed into a terminal; what a prompt is before is typed, the rest is said.
+SHELL = ("console", "sh", "bash")
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\S*)[^\n`]*$")
 #: What stands before a block that cannot be run, with the reason.
 MARK = re.compile(r"^<!-- not run: .+ -->$")

@@ -8,51 +8,34 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlglot
 import yaml
+from celery.schedules import crontab
 
 from celery_budget import CeleryBudget, usage
 from celery_budget.core.declarations import parse as parse_budgets
 from celery_budget.core.declarations import parse_lanes_of, tomllib
 from celery_budget.integration.lanes import Lanes
+from tests.docs.assembling import syntax_of, told_by_mypy
 from tests.docs.commands import check, lines_of
-from tests.docs.pages import BLOCKS, PAGES, ROOT, Block
+from tests.docs.pages import BLOCKS, PAGES, ROOT, SHELL, Block
 
-SHELL = ("console", "sh", "bash")
-#: What is none that can be checked here; directives are Sphinx's to check.
-UNCHECKED = {
-    "", "text", "{toctree}", "{eval-rst}", "{command-line}", "{ledger-schema}", "{error-tree}",
-}  # fmt: skip
-#: What an unlabelled block of commands begins with.
-COMMANDS = ("$ ", "celery ", "make ", "pip ", "python ")
-#: A block that ends with a decorator.
-ENDS_DECORATED = re.compile(r"^(?:@.*|\))\n\Z", re.MULTILINE)
+#: Directives, which are Sphinx's to check: it has warnings as errors.
+DIRECTIVE = re.compile(r"^\{[a-z-]+\}$")
 #: In pages these names stand for these objects.
 KNOWN: dict[str, Any] = {"budget": CeleryBudget, "usage": usage}
 
 
 def of(*languages: str) -> list[Any]:
-    return [
-        pytest.param(block, id=block.name)
-        for block in BLOCKS
-        if block.language in languages and not block.marked
-    ]
-
-
-def commands() -> list[Any]:
-    return [
-        pytest.param(block, id=block.name)
-        for block in BLOCKS
-        if not block.marked
-        and (
-            block.language in SHELL
-            or (block.language == "" and block.text.startswith(COMMANDS))
-        )
-    ]  # fmt: skip
+    return [pytest.param(one, id=one.name) for one in BLOCKS if one.language in languages]
 
 
 def test_the_blocks_of_all_pages_are_found() -> None:
@@ -79,16 +62,6 @@ def test_python_is_python_and_names_what_there_is(block: Block) -> None:
                 bind(called, node)
 
 
-def syntax_of(block: Block) -> ast.Module:
-    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    text = block.text.replace("…", "...")  # something that is left out
-    if ENDS_DECORATED.search(text):
-        text += "def decorated(): ...\n"
-    tree = compile(text, f"{block.page}:{block.line}", "exec", flags)
-    assert isinstance(tree, ast.Module)
-    return tree
-
-
 def find(node: ast.expr) -> Callable[..., Any] | None:
     """Return what ``budget.name``, ``budget.lanes.name`` or ``usage.name`` stands for."""
     path: list[str] = []
@@ -113,7 +86,7 @@ def bind(called: Callable[..., Any], node: ast.Call) -> None:
     assert {one.arg for one in node.keywords if one.arg} <= names
 
 
-@pytest.mark.parametrize("block", commands())
+@pytest.mark.parametrize("block", of(*SHELL))
 def test_commands_are_commands_with_options_that_there_are(block: Block) -> None:
     for command in lines_of(block.text):
         check(command)
@@ -140,7 +113,19 @@ def check_toml(text: str) -> None:
 
 
 def check_yaml(text: str) -> None:
-    assert all(isinstance(one, dict) for one in yaml.safe_load_all(text))
+    for one in yaml.safe_load_all(text):
+        assert isinstance(one, dict)
+        for command in _commands_in(one):
+            check(shlex.join(command))
+
+
+def _commands_in(told: Any) -> Iterator[list[str]]:
+    """Yield what containers and probes are to run."""
+    within = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
+    for one in within:
+        yield from _commands_in(one)
+    if isinstance(told, dict) and isinstance(told.get("command"), list):
+        yield told["command"]
 
 
 def check_sql(text: str) -> None:
@@ -148,7 +133,22 @@ def check_sql(text: str) -> None:
 
 
 def check_ini(text: str) -> None:
-    configparser.ConfigParser().read_string(text)
+    parser = configparser.ConfigParser()
+    parser.read_string(text if text.startswith("[") else f"[postgresql.conf]\n{text}")
+    assert parser.sections()
+
+
+def check_crontab(text: str) -> None:
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            *times, command = line.split(maxsplit=5)
+            crontab_of(*times)
+            check(command.partition(" && ")[2].replace("\\%", "%"))
+
+
+def crontab_of(minute: str, hour: str, day: str, month: str, weekday: str) -> None:
+    """Read the times of a line as Celery does, which takes what cron takes."""
+    crontab(minute, hour, weekday, day, month)
 
 
 CHECKS: dict[str, Callable[[str], Any]] = {
@@ -157,6 +157,7 @@ CHECKS: dict[str, Callable[[str], Any]] = {
     "json": json.loads,
     "sql": check_sql,
     "ini": check_ini,
+    "crontab": check_crontab,
 }
 
 
@@ -165,6 +166,52 @@ def test_other_languages_are_what_they_say(block: Block) -> None:
     CHECKS[block.language](block.text)
 
 
-def test_every_block_has_a_language_that_is_checked_here() -> None:
-    checked = {"python", *SHELL, *CHECKS, *UNCHECKED}
-    assert {one.name: one.language for one in BLOCKS if one.language not in checked} == {}
+@pytest.fixture(scope="module")
+def read_by_mypy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return told_by_mypy(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.timeout(300)
+def test_fragments_of_python_are_typed_as_the_api_is(read_by_mypy: dict[str, list[str]]) -> None:
+    assert read_by_mypy == {}
+
+
+@pytest.mark.timeout(300)
+def test_mypy_finds_what_is_wrong_in_a_fragment(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "jobs.md"
+    wrong = Block(page, 99, 7, "python", "budget.jobs(task_id)\nbudget.job(1.5, owner=tenant)\n", marked=False)  # fmt: skip # noqa: E501 - one block
+    told = told_by_mypy(tmp_path, [wrong])
+    assert [line[:7] for line in told["docs/jobs.md-99"]] == ["line 8:", "line 9:"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("program", ["running", "shell"])
+def test_what_is_not_marked_does_what_it_says(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.docs.{program}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    failed = json.loads(done.stdout.splitlines()[-1])
+    assert failed == {}, "\n".join(failed.values())
+
+
+def test_no_block_is_left_neither_run_nor_checked() -> None:
+    left = {
+        block.name: block.language
+        for block in BLOCKS
+        if block.language not in {"python", *SHELL, *CHECKS}
+        and not DIRECTIVE.match(block.language)
+        # What something prints is compared by the tests of examples, or says why it is not.
+        and not (block.language == "text" and (block.marked or block.page.name == "README.md"))
+    }
+    assert left == {}
+
+
+def test_a_file_of_a_page_is_run_by_a_test_of_its_own() -> None:
+    tests = [path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    for page in {block.page for block in BLOCKS if block.language == "python" and block.file}:
+        assert any(f'"{page.name}"' in text for text in tests), page

@@ -53,6 +53,14 @@ def test_every_error_is_on_its_page_and_in_the_tree() -> None:
     assert below | {"BudgetError"} == set(errors.__all__)
 
 
+def test_every_error_says_what_to_do() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \|$", read("errors.md"), re.MULTILINE)
+    told = {
+        name for names, _, to_do in rows if to_do.strip() for name in re.findall(r"`(\w+)`", names)
+    }
+    assert set(errors.__all__) - told == {"BudgetError"}
+
+
 def _below(error: type[Exception]) -> list[type[Exception]]:
     ours = [one for one in error.__subclasses__() if one.__module__ == errors.__name__]
     return [*ours, *(deeper for one in ours for deeper in _below(one))]
