@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_budget.core.amounts import check_amount, shown
+from celery_budget.core.authority import Authorize, check_authorize
 from celery_budget.core.budgets import check_own_name, check_text
 from celery_budget.core.calls import bound_arguments, call, wanted
 from celery_budget.core.deadlines import Deadline
@@ -105,6 +106,7 @@ class BudgetPolicy:
     :ivar parking: what becomes of its calls that do not fit.
     :ivar fallback: the lanes that its calls are tried in, in this order; none for the queue that
         Celery routes them to.
+    :ivar authorize: the rule that is asked whether its callers may draw on its budgets.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -126,6 +128,7 @@ class BudgetPolicy:
     shadows: Sequence[str | Estimator] = ()
     parking: Parking = field(default_factory=Parking)
     fallback: Sequence[str] | None = None
+    authorize: Authorize | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,6 +152,7 @@ class BudgetPolicy:
             )
         object.__setattr__(self, "fallback", _checked_lanes(self.fallback))
         self.parking.check(self.lanes)
+        check_authorize(self.authorize)
         self._check_versions()
 
     @property

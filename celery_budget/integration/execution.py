@@ -35,7 +35,7 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
-from celery_budget.errors import StoreError
+from celery_budget.errors import BudgetError, StoreError
 from celery_budget.events import Logger
 from celery_budget.integration import eager
 from celery_budget.integration.chords import wait_for_body
@@ -67,6 +67,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
 from celery_budget.integration.spooling import keep_unstarted, stopping
 from celery_budget.integration.unclaimed import may_fail
+from celery_budget.store import in_place
 from celery_budget.tracing import Span
 
 if TYPE_CHECKING:
@@ -346,14 +347,37 @@ def _admit_delivered(
     # One that is acknowledged is nowhere else, and waits.
     delivered = Delivered(str(request.id), park=True, stop=stopping if task.acks_late else None)
     with delivering(delivered):
-        task.signature_from_request(request, args, kwargs, retries=request.retries).apply_async(
-            add_to_parent=False
-        )
+        again = task.signature_from_request(request, args, kwargs, retries=request.retries)
+        try:
+            again.apply_async(add_to_parent=False)
+        except StoreError:
+            raise
+        except BudgetError as error:
+            _leave_foreign(budget, task, error)
+            raise
     admitted = delivered.admitted
     if isinstance(admitted, (Reserved, AlreadyReserved)):
         return admitted.reservation_id
     logger.event("delivery.unreserved", task=task.name, task_id=request.id)
     raise Ignore("the request waits for budget")
+
+
+def _leave_foreign(budget: CeleryBudget, task: Any, error: BudgetError) -> None:
+    """Do nothing for a message that is refused, and has the id of a task that the ledger knows.
+
+    :raises Ignore: for such a one: its failure would be stored over that task's result.
+    """
+    request = task.request
+    known = budget.store.wait_out_reading(
+        stopping, in_place.standing, budget.settings.root, str(request.id)
+    )
+    if known is None:
+        return
+    answer(request, refused=True)
+    logger.event(
+        "delivery.foreign", task=task.name, task_id=request.id, reason=type(error).__name__
+    )
+    raise Ignore("the task's id is another request's") from error
 
 
 def _count_rejected(

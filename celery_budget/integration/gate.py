@@ -40,6 +40,7 @@ from celery_budget.errors import (
 )
 from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
+from celery_budget.integration.authority import may_draw
 from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import Record, RecordingProducer, with_header, written
 from celery_budget.integration.context import (
@@ -98,7 +99,7 @@ class Gate:
             with tracing.of(self._budget.settings).span(
                 "budget.reserve", "producer", parent=_led(attempt), inner=True, start_ns=began
             ) as span:
-                call = call._replace(span=span)
+                call = call._replace(span=span, terms=terms)
                 request = self._request(call, terms)
                 watching.describe(span, request, _queue_name(options))
                 return self._publish(call, request, terms.fallback)
@@ -203,7 +204,9 @@ class Gate:
         steps: list[ReserveRequest] = []
         if whole:
             head = ways[0].request
-            steps, embed = plan(self._budget.app, head, embed, choice.step)
+            steps, embed = plan(
+                self._budget.app, head, embed, choice.step, partial(self._allow, call)
+            )
             if steps:
                 head = replace(head, plan=head.reservation_id, step=0)
                 ways = [replace(ways[0], request=head)]
@@ -253,10 +256,26 @@ class Gate:
         :raises BudgetExceeded, QueueFull: where it is refused.
         """
         call = call._replace(options=way.options)
+        self._allow(call, way.request, call.terms)
         decide = partial(self._decide, call, way) if batch is None else None
         sink = _Sink(self._budget, call, way.request, steps, batch, decide)
         return self._send(
             RecordingProducer(call.producer, sink), call.name, call.message, **call.options
+        )
+
+    def _allow(self, call: _Call, request: ReserveRequest, terms: Terms | None) -> None:
+        """Have the application's rules say that the caller may draw on what a request names.
+
+        :raises NotAuthorized: where one of them does not.
+        """
+        if terms is None:
+            return
+        kind = "delivered" if request.unreserved else call.origin
+        running = None if call.attempt is None else call.attempt.reservation_id
+        if running is None and call.origin == "retry":
+            running = request.reservation_id
+        may_draw(
+            self._budget, request.task_name, terms, request.lines, kind, running, call.waiting[1]
         )
 
     def _decide(self, call: _Call, way: Way, wire: WireMessage) -> Admitted | None:
@@ -434,6 +453,7 @@ class _Call(NamedTuple):
     :ivar origin: ``new``; ``retry`` of the running attempt; ``continuation`` of work that was
         admitted (a chain's next step, a callback, a chord's body, a replacement), which is parked
         where it does not fit.
+    :ivar terms: what it asks for; none for what draws on no budget.
     """
 
     producer: Any
@@ -444,6 +464,7 @@ class _Call(NamedTuple):
     origin: str
     attempt: Attempt | None
     span: Span = NOTHING
+    terms: Terms | None = None
 
     @property
     def waiting(self) -> tuple[bool, Stop | None]:

@@ -30,6 +30,8 @@ from celery._state import (
 from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
+from celery_budget.core.authority import Authorize
+from celery_budget.core.calls import bound_arguments
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.estimators import Estimator
 from celery_budget.core.identity import fingerprint
@@ -80,12 +82,13 @@ class BudgetedTask(GatedTask):
 
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
-    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``, ``reuse``
-    and ``version``, as class attributes or as options of ``@app.task(base=BudgetedTask, …)``; they
-    mean what they mean to :func:`budgeted`. Its message is reserved before it is dispatched, its
-    attempt is claimed before its body runs, and what it used is settled before anything follows
-    from it. A subclass with a ``__call__`` or a ``retry`` of its own has to call this one. A task
-    without ``budget`` and ``estimate`` is an error when it is first used, and when a worker starts.
+    ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``,
+    ``authorize``, ``reuse`` and ``version``, as class attributes or as options of
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`. Its message is
+    reserved before it is dispatched, its attempt is claimed before its body runs, and what it used
+    is settled before anything follows from it. A subclass with a ``__call__`` or a ``retry`` of its
+    own has to call this one. A task without ``budget`` and ``estimate`` is an error when it is
+    first used, and when a worker starts.
     """
 
     abstract = True
@@ -109,6 +112,7 @@ class BudgetedTask(GatedTask):
         on_refused: str | None
         park_for: float | None
         fallback: Sequence[str] | None
+        authorize: Any
         reuse: str | float | timedelta | None
         version: str | int
 
@@ -147,6 +151,7 @@ class BudgetedTask(GatedTask):
             shadows=getattr(cls, "shadows", ()),
             parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
             fallback=getattr(cls, "fallback", None),
+            authorize=_plain(inspect.getattr_static(cls, "authorize", None)),
             reuse=Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
@@ -170,6 +175,7 @@ class BudgetedTask(GatedTask):
             deadline=policy.deadline,
             parking=policy.parking,
             fallback=policy.lanes,
+            authorize=policy.authorize,
             ask_shadows=functools.partial(
                 ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
             ),
@@ -183,6 +189,12 @@ class BudgetedTask(GatedTask):
 
     def budget_losses(self, args: Any, kwargs: Any) -> Losses:
         return _policy(self).losses
+
+    def budget_authorize(self, args: Any, kwargs: Any) -> Authorize | None:
+        return _policy(self).authorize
+
+    def budget_arguments(self, args: Any, kwargs: Any) -> Mapping[str, Any]:
+        return bound_arguments(signature_of(self), tuple(args), kwargs)
 
     def budget_reuses(self) -> bool:
         return _policy(self).reuse is not None
@@ -244,6 +256,7 @@ def budgeted(
     on_refused: str | None = None,
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
+    authorize: Authorize | None = None,
     bind: Literal[True],
     **task_options: Any,
 ) -> _BoundDecorator: ...
@@ -269,6 +282,7 @@ def budgeted(
     on_refused: str | None = None,
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
+    authorize: Authorize | None = None,
     bind: Literal[False] = ...,
     **task_options: Any,
 ) -> _Decorator: ...
@@ -303,6 +317,7 @@ def budgeted(
     on_refused: str | None = None,
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
+    authorize: Authorize | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -355,6 +370,10 @@ def budgeted(
     :param fallback: names of lanes, tried in this order in one admission: a request draws on the
         lane's budgets beside its own, and goes to the lane's queue. What the last one refuses is
         refused, or with ``on_refused="park"`` waits for that one.
+    :param authorize: asked with a :class:`~celery_budget.Draw` before anything is written: whether
+        whoever publishes a call may draw on the budgets that its arguments name. What is false, or
+        raised, is a ``NotAuthorized``. ``budget_authorize`` is asked as well, and both have to
+        allow it.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -374,6 +393,7 @@ def budgeted(
         parking=Parking(on_refused, park_for),
         fallback=fallback,
         reuse=Reuse.given(reuse, version),
+        authorize=authorize,
     )
 
     def decorate(target: Any) -> Any:

@@ -31,6 +31,7 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.events import Logger
+from celery_budget.settings import shown
 from celery_budget.store import clock
 from celery_budget.store.prepared import Direct, is_direct
 from celery_budget.store.unready import Unready
@@ -522,7 +523,7 @@ class _Statement:
 
 
 def _shown(engine: Engine) -> str:
-    return engine.url.render_as_string(hide_password=True)
+    return shown(engine.url.render_as_string(hide_password=True))
 
 
 def _create_engine(

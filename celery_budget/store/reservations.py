@@ -27,7 +27,7 @@ from celery_budget.store.balances import Key, Move, key_of, lock_balances, move
 from celery_budget.store.batch import insert_lines, moved
 from celery_budget.store.declaring import not_ready
 from celery_budget.store.levels import levels_of
-from celery_budget.store.schema import lines, now_us, reservations
+from celery_budget.store.schema import budgets, lines, now_us, reservations
 
 __all__ = [
     "CHANGING",
@@ -100,6 +100,31 @@ def lines_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> li
             .order_by(lines.c.line)
         )
     )
+
+
+def named_by(connection: Connection, root: str, reservation_id: uuid.UUID) -> dict[str, int]:
+    """Return the budgets that a reservation names, with what it has estimated, its owner first.
+
+    Not those that it draws on for being above another one of its own. One SELECT; locks nothing.
+    """
+    below = lines.alias("below")
+    above = (
+        sa.exists()
+        .where(
+            below.c.root == root,
+            below.c.reservation_id == reservation_id,
+            budgets.c.root == root,
+            budgets.c.name == below.c.budget,
+            budgets.c.parent == lines.c.budget,
+        )
+        .correlate(lines)
+    )
+    rows = connection.execute(
+        sa.select(lines.c.budget, lines.c.estimate)
+        .where(lines.c.root == root, lines.c.reservation_id == reservation_id, ~above)
+        .order_by(lines.c.line)
+    )
+    return {row.budget: row.estimate for row in rows}
 
 
 def write_lines(
