@@ -41,6 +41,7 @@ from celery_budget.integration import eager
 from celery_budget.integration.chords import wait_for_body
 from celery_budget.integration.context import (
     BOOT_ID,
+    DIGEST,
     HEADER,
     Delivered,
     answer,
@@ -67,7 +68,6 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.integration.retries import TOLD, kept_as, refused
 from celery_budget.integration.spooling import keep_unstarted, stopping
 from celery_budget.integration.unclaimed import may_fail
-from celery_budget.store import in_place
 from celery_budget.tracing import Span
 
 if TYPE_CHECKING:
@@ -261,7 +261,9 @@ def _try_claim(
     found = parse_header(getattr(task.request, HEADER, None))
     retries = task.budget_retries(args, kwargs)
     if found is not None:
-        claimed = _claim_reserved(budget, task, *found, retries)
+        claimed = _claim_reserved(
+            budget, task, *found, retries, getattr(task.request, DIGEST, None)
+        )
         if not isinstance(claimed, Missing):
             return _only_attempt(budget, task, claimed, *found)
     reservation_id = _admit_delivered(budget, task, args, kwargs)
@@ -271,7 +273,12 @@ def _try_claim(
 
 
 def _claim_reserved(
-    budget: CeleryBudget, task: Any, root: str, reservation_id: uuid.UUID, retries: Retries
+    budget: CeleryBudget,
+    task: Any,
+    root: str,
+    reservation_id: uuid.UUID,
+    retries: Retries,
+    digest: str | None = None,
 ) -> settlement.Attempt | Running | Closed | Missing:
     request = task.request
     losses = task.budget_losses(request.args or (), request.kwargs or {})
@@ -287,8 +294,10 @@ def _claim_reserved(
         os.getpid(),
         bool(task.acks_late or task.retry_on_worker_lost) and losses.may_rerun,
         losses.inquires,
+        None if digest is None else task.name,
+        digest,
     )
-    return undisturbed(
+    claimed: Any = undisturbed(
         settlement.claim,
         budget.store,
         budget.settings,
@@ -299,6 +308,15 @@ def _claim_reserved(
         budget.spool,
         budget.closings,
     )
+    if (
+        digest is not None
+        and isinstance(claimed, Missing)
+        and undisturbed(settlement.is_altered, budget.store, delivery, stopping)
+    ):
+        answer(request, refused=True)
+        logger.event("delivery.altered", task=task.name, task_id=request.id)
+        raise Ignore("the message is not the one that was admitted")
+    return claimed  # type: ignore[no-any-return]
 
 
 def _only_attempt(
@@ -368,10 +386,7 @@ def _leave_foreign(budget: CeleryBudget, task: Any, error: BudgetError) -> None:
     :raises Ignore: for such a one: its failure would be stored over that task's result.
     """
     request = task.request
-    known = budget.store.wait_out_reading(
-        stopping, in_place.standing, budget.settings.root, str(request.id)
-    )
-    if known is None:
+    if not settlement.owners_of(budget.store, budget.settings.root, str(request.id), stopping):
         return
     answer(request, refused=True)
     logger.event(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import celery.app.amqp
 from celery._state import get_current_worker_task
 
-from celery_budget import admission, tracing, watching
+from celery_budget import admission, settlement, tracing, watching
 from celery_budget.admission import Publication
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
@@ -35,6 +35,7 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import (
     BudgetError,
     PolicyError,
+    RequestConflict,
     StoreError,
     UnsupportedPublication,
 )
@@ -314,6 +315,8 @@ class Gate:
             request = replace(request, reservation_id=new_id(), plan=None)
             wire = with_header(wire, HEADER, header(request.root, request.reservation_id))
         delivered = delivered_now() if request.unreserved else None
+        if delivered is not None:
+            self._check_free(request, delivered)
         result = admission.admit(
             store,
             settings,
@@ -330,6 +333,18 @@ class Gate:
         if delivered is not None:
             delivered.admitted = result
         return result
+
+    def _check_free(self, request: ReserveRequest, delivered: Delivered) -> None:
+        """Check that what came without a reservation does not have the id of somebody else's task.
+
+        Its result would be stored over that task's.
+
+        :raises RequestConflict: where it does.
+        """
+        store, root = self._budget.store, request.root
+        owners = settlement.owners_of(store, root, request.task_id, delivered.stop)
+        if owners and request.owner not in owners:
+            raise RequestConflict(request.request_id, request.owner, request.task_id)
 
     def _send_plain(self, call: _Call) -> Any:
         """Send what draws on no budget.

@@ -84,11 +84,11 @@ class BudgetedTask(GatedTask):
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
     ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``,
     ``authorize``, ``reuse`` and ``version``, as class attributes or as options of
-    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`. Its message is
-    reserved before it is dispatched, its attempt is claimed before its body runs, and what it used
-    is settled before anything follows from it. A subclass with a ``__call__`` or a ``retry`` of its
-    own has to call this one. A task without ``budget`` and ``estimate`` is an error when it is
-    first used, and when a worker starts.
+    ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`. Its message
+    is reserved before it is dispatched, its attempt is claimed before its body runs, and what it
+    used is settled before anything follows from it. A subclass with a ``__call__`` or a ``retry``
+    of its own has to call this one. A task without ``budget`` and ``estimate`` is an error when it
+    is first used, and when a worker starts.
     """
 
     abstract = True

@@ -76,6 +76,7 @@ def lock(
     how: How = CHANGING,
     *,
     pass_by: bool = False,
+    also: Sequence[sa.ColumnElement[Any]] = (),
 ) -> sa.Row[Any] | None:
     """Return the reservation's row, locked until the transaction ends; none where there is none.
 
@@ -83,11 +84,14 @@ def lock(
 
     :param how: which other locks it goes with, on PostgreSQL.
     :param pass_by: return none as well where the lock cannot be had at once.
+    :param also: what else is read with it.
     """
     return connection.execute(
-        sa.select(reservations)
+        sa.select(reservations, *also)
         .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
-        .with_for_update(key_share=how.key_share, read=how.read, skip_locked=pass_by)
+        .with_for_update(
+            of=reservations, key_share=how.key_share, read=how.read, skip_locked=pass_by
+        )
     ).first()
 
 
