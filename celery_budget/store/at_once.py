@@ -99,7 +99,7 @@ _AS_SENT = (
 
 def _claiming(task_id: str, more: dict[str, Kind]) -> Statement:
     return Statement(
-        f"SELECT c.* FROM budget_claim(:root, :reservation, {task_id}, CAST(:nesting AS integer),"
+        f"SELECT c.* FROM budget_claim(:root, :reservation, {task_id}, CAST(:nesting AS integer),"  # noqa: S608
         " CAST(:retries AS integer), :worker, :boot, CAST(:pid AS integer), :late_ack, :rerun,"
         " :inquires, :claim, CAST(:lease AS bigint), :limited, CAST(:most AS integer),"
         " CAST(:within AS bigint), CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
