@@ -20,6 +20,7 @@ from celery_budget.cli import (
     reconcile,
     relay,
     report,
+    roles,
 )
 from celery_budget.cli.group import budget
 
@@ -39,4 +40,5 @@ __all__ = [
     "reconcile",
     "relay",
     "report",
+    "roles",
 ]

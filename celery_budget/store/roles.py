@@ -7,7 +7,7 @@ and cannot change a limit, make a budget, or read what others have sent and got.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -39,6 +39,7 @@ PAYLOADS: Mapping[str, frozenset[str]] = {
 
 _Grants = Mapping[str, Sequence[str]]
 
+
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
@@ -46,13 +47,57 @@ def _quoted(name: str) -> str:
 #: What every process reads.
 _KNOWN: _Grants = {VERSION_TABLE: [S]}
 
-_CALLER: _Grants = {}
-_WORKER: _Grants = {}
-_RELAY: _Grants = {}
+#: Publishes: what web processes, scripts and beat do, cancelling and asking for results included.
+_CALLER: _Grants = {
+    "budget_attempts": [S],
+    "budget_backlog": [S, I, U],
+    "budget_balances": [S, I, U],
+    "budget_budgets": [S, LOCK],
+    "budget_grants": [S],
+    "budget_journal": [S, I],
+    "budget_lane_queues": [S],
+    "budget_lane_tallies": [S],
+    "budget_lanes": [S],
+    "budget_lines": [S, I, U],
+    "budget_outbox": ALL,
+    "budget_parked": ALL,
+    "budget_quarantine": [S],
+    "budget_refusals": [S, I, U],
+    "budget_relays": [S, "UPDATE (sleeping)"],
+    "budget_reservations": ALL,
+    "budget_reuse": ALL,
+    "budget_share_returns": [S, I],
+    "budget_untold": ALL,
+    "budget_usage": [S],
+}
+#: Runs tasks, and publishes what they do; beside what callers may. Also what runs in place.
+_WORKER: _Grants = {
+    "budget_attempts": [I, U],
+    "budget_effects": ALL,
+    "budget_extensions": [S, I],
+    "budget_quarantine": [I, U, D],
+    "budget_tallies": [S, I, U],
+    "budget_usage": [I, U],
+}
+#: Publishes what was admitted, sweeps and tells alerts; beside what workers may.
+_RELAY: _Grants = {
+    "budget_alert_looks": ALL,
+    "budget_alerts": ALL,
+    "budget_balances": [D],
+    "budget_budgets": ["UPDATE (updated_us, state, stripes, spread)"],
+    "budget_lane_tallies": [I, U, D],
+    "budget_lanes": ["UPDATE (ticked_us, after_tenant, awake, checked_us, asleep_reason)"],
+    "budget_refusals": [D],
+    "budget_relays": [I, U, D],
+    "budget_share_returns": ALL,
+    "budget_shares": ALL,
+    "budget_sweeps": ALL,
+    "budget_tallies": [D],
+}
 
 
 def _all(grants: Sequence[str]) -> _Grants:
-    return {name: grants for name in metadata.tables}
+    return dict.fromkeys(metadata.tables, grants)
 
 
 def _readable(name: str) -> str:
@@ -75,10 +120,8 @@ ROLES: Mapping[str, tuple[str | None, _Grants, bool]] = {
 }
 
 
-def script(
-    connection: Connection, prefix: str = PREFIX, *, templates: bool = False
-) -> Iterator[str]:
-    """Yield statements that make the roles and give them what they need, and nothing else.
+def script(connection: Connection, prefix: str = PREFIX, *, templates: bool = False) -> list[str]:
+    """Return statements that make the roles and give them what they need, and nothing else.
 
     Of the tables and functions as they are now, in their schema; again they change nothing, and
     after an upgrade they give what is new. Everybody else is left without the functions. Changes
@@ -97,22 +140,24 @@ def script(
     schema = connection.execute(_SCHEMA).scalar_one()
     functions = list(connection.execute(_FUNCTIONS, {"schema": schema}).scalars())
     inside = _quoted(schema)
-    yield f"REVOKE ALL ON FUNCTION {', '.join(functions)} FROM PUBLIC"
+    said: list[str] = []
+    said.append(f"REVOKE ALL ON FUNCTION {', '.join(functions)} FROM PUBLIC")
     for name, (all_of, grants, calls) in ROLES.items():
         role = _quoted(prefix + name)
-        yield _MAKE.format(literal=_literal(prefix + name), role=role)
+        said.append(_MAKE.format(literal=_literal(prefix + name), role=role))
         tables = ", ".join(f"{inside}.{_quoted(one)}" for one in (*metadata.tables, VERSION_TABLE))
-        yield f"REVOKE ALL ON TABLE {tables} FROM {role}"
-        yield f"GRANT USAGE ON SCHEMA {inside} TO {role}"
+        said.append(f"REVOKE ALL ON TABLE {tables} FROM {role}")
+        said.append(f"GRANT USAGE ON SCHEMA {inside} TO {role}")
         if all_of is not None:
-            yield f"GRANT {_quoted(prefix + all_of)} TO {role}"
+            said.append(f"GRANT {_quoted(prefix + all_of)} TO {role}")
         for table, privileges in {**grants, **_KNOWN}.items():
             given = list(privileges)
             if templates and name == "caller" and table == "budget_budgets":
                 given.append(I)
-            yield f"GRANT {', '.join(given)} ON TABLE {inside}.{_quoted(table)} TO {role}"
+            said.append(f"GRANT {', '.join(given)} ON TABLE {inside}.{_quoted(table)} TO {role}")
         if calls:
-            yield f"GRANT EXECUTE ON FUNCTION {', '.join(functions)} TO {role}"
+            said.append(f"GRANT EXECUTE ON FUNCTION {', '.join(functions)} TO {role}")
+    return said
 
 
 #: Where the tables are that a connection finds by their names alone.

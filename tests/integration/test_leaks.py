@@ -1,0 +1,225 @@
+"""Arguments, results, errors' texts and passwords are in no log, report, page, metric or journal."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from starlette.testclient import TestClient
+
+from celery_budget import BudgetError, ConfigurationError, NotAuthorized, budgeted, usage
+from celery_budget.dashboard import create_app
+from celery_budget.metrics.collector import Collector
+from celery_budget.settings import Settings, shown
+from celery_budget.store import Store, roles, schema
+from tests.integration.commands import command  # noqa: F401 - a fixture
+from tests.integration.delivering import delivered
+from tests.integration.support import Shop
+
+#: What is in arguments, in what a task returns, in what it raises, in a provider's reply, in a
+#: rule's error; and a password.
+ARGUMENT, RESULT, ERROR, REPLY, RULE = "MARK-ARG", "MARK-RES", "MARK-ERR", "MARK-REP", "MARK-RULE"
+PASSWORD = "MARK-PASSWORD"
+MARKS = (ARGUMENT, RESULT, ERROR, REPLY, RULE, PASSWORD)
+
+
+def found_in(text: str) -> list[str]:
+    return [mark for mark in MARKS if mark in text]
+
+
+@pytest.fixture
+def records(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
+    """What celery_budget logs; Celery's own logs tell what tasks return and raise."""
+    with caplog.at_level(logging.DEBUG, logger="celery_budget"):
+        yield caplog.records
+
+
+def run(shop: Shop) -> list[str]:
+    """Have every kind of end; the ids of the tasks."""
+
+    def draft(self: Any, prompt: str, how: str = "") -> str:
+        usage.record(
+            {
+                "id": "resp_1", "model": "gpt-4o-mini", "object": "chat.completion",
+                "choices": [{"message": {"content": REPLY}}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            },
+            key=self.request.id,
+        )  # fmt: skip
+        if how == "fail":
+            raise ValueError(f"{ERROR} {prompt}")
+        if how == "retry" and self.request.retries == 0:
+            raise self.retry(exc=ValueError(ERROR), countdown=0)
+        return RESULT
+
+    def rule(draw: Any) -> bool:
+        if "forbidden" in draw.arguments["how"]:
+            raise LookupError(f"{RULE} {draw.arguments}")
+        return True
+
+    task = budgeted(budget="tenant:a", estimate=4, authorize=rule)(
+        shop.app.task(name="leak.draft", bind=True, shared=False)(draft)
+    )
+    ids = [task.delay(ARGUMENT, how).id for how in ("", "fail", "retry")]
+    with pytest.raises(NotAuthorized):
+        task.delay(ARGUMENT, "forbidden")
+    shop.budget.set("tenant:a", limit=13)
+    with pytest.raises(BudgetError):
+        task.delay(ARGUMENT)
+    ids.append(task.apply_async((ARGUMENT,), on_refused="park").id)
+    for _ in range(2):
+        shop.relay()
+        for message in shop.received():
+            delivered(shop, message)
+    # One that is not what was admitted, and one that nobody can read.
+    shop.budget.set("tenant:a", limit=1000)
+    shop.sweep()
+    ids.append(task.delay(ARGUMENT).id)
+    shop.relay()
+    for message in shop.received():
+        message.headers["task"] = "leak.draft"
+        message.body = message.body + (b" " if isinstance(message.body, bytes) else " ")
+        message._decoded_cache = None
+        delivered(shop, message)
+    return ids
+
+
+def test_a_whole_run_shows_nothing_of_what_it_was_about(
+    on_both: Shop,
+    records: list[logging.LogRecord],
+    command: Callable[..., Any],  # noqa: F811
+) -> None:
+    shop = on_both
+    ids = run(shop)
+    assert [name for name in shop.counts() if name == "settled"]
+    said = [logging.Formatter().format(record) + repr(vars(record)) for record in records]
+    ours = [text for text, record in zip(said, records, strict=True)
+            if record.name.startswith("celery_budget")]  # fmt: skip
+    assert ours
+    assert found_in("\n".join(ours)) == []
+
+    # What reporters can read, and all that is only counted: payloads are in their columns alone.
+    with shop.budget.store.transaction() as connection:
+        for table in schema.metadata.sorted_tables:
+            columns = [c for c in table.c if c.name not in roles.PAYLOADS.get(table.name, ())]
+            rows = connection.execute(sa.select(*columns)).all()
+            assert found_in(repr(rows)) == [], table.name
+
+    shown_by = [
+        ("report",), ("report", "--json"), ("list",), ("show", "tenant:a"),
+        ("journal", "tenant:a", "--json"), ("reconcile", "--json"), ("parked", "list", "--json"),
+        ("quarantine", "list", "--json"), ("explain", "--budget", "tenant:a", "--json"),
+        *(("explain", task_id, "--json") for task_id in ids), ("explain", ids[1]),
+        ("export",), ("suggest", "--json"), ("lane", "list", "--json"),
+    ]  # fmt: skip
+    for words in shown_by:
+        done = command(shop.app, *words)
+        assert done.code in (0, 1), (words, done.err)
+        assert found_in(done.out + done.err) == [], words
+
+    client = TestClient(create_app(shop.budget, authenticate=lambda request: True))
+    for path in ("/", "/api/overview", "/budgets/tenant:a", "/api/budgets/tenant:a",
+                 *(f"/requests/{one}" for one in ids)):  # fmt: skip
+        assert found_in(client.get(path).text) == [], path
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "is_shown"),
+    [
+        ("postgresql://u:MARK-PASSWORD@h/n", "postgresql://u@h/n"),
+        ("postgresql://u:MARK-PASSWORD@@h/n", "postgresql://u@h/n"),
+        ("postgresql+psycopg://h/n?user=u&password=MARK-PASSWORD",
+         "postgresql+psycopg://h/n?user=u&password=***"),
+        ("postgresql://h/n?sslpassword=MARK-PASSWORD&x=1", "postgresql://h/n?sslpassword=***&x=1"),
+        ("u:MARK-PASSWORD@h/n", "u@h/n"),
+        ("sqlite:////x.db", "sqlite:////x.db"),
+    ],
+)  # fmt: skip
+def test_a_url_is_shown_without_its_password(url: str, is_shown: str) -> None:
+    assert shown(url) == is_shown
+
+
+WRONG = {
+    "no scheme": {"database_url": f"u:{PASSWORD}@h/n"},
+    "not text": {"database_url": [f"postgresql://u:{PASSWORD}@h/n"]},
+    "another kind": {"database_url": f"mysql://u:{PASSWORD}@h/n"},
+    "no such driver": {"database_url": f"postgresql+none://u:{PASSWORD}@h/n"},
+    "a port": {"database_url": f"postgresql+psycopg://u:{PASSWORD}@h:port/n"},
+    "an option": {"database_url": f"postgresql+psycopg://u:{PASSWORD}@h/n?nothing={PASSWORD}"},
+    "nobody there": {"database_url": f"postgresql+psycopg://u:{PASSWORD}@127.0.0.1:1/n"},
+    "in the query": {
+        "database_url": f"postgresql+psycopg://127.0.0.1:1/n?user=u&password={PASSWORD}"
+    },
+    "listen": {"listen_url": f"mysql://u:{PASSWORD}@h/n"},
+    "report": {"report_url": f"mysql://u:{PASSWORD}@h/n"},
+    "token": {"dashboard_token": [PASSWORD]},
+    "brokers": {"brokers": {"other": [f"amqp://u:{PASSWORD}@h//"]}},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_no_error_shows_a_password(
+    what: str, sqlite_url: str, records: list[logging.LogRecord]
+) -> None:
+    given = {"budget_database_url": sqlite_url}
+    given |= {f"budget_{name}": value for name, value in WRONG[what].items()}
+    with pytest.raises(BudgetError) as caught:
+        store = Store(Settings.read(given.get).database_url)
+        try:
+            store.check()
+        finally:
+            store.dispose()
+    error: BaseException | None = caught.value
+    assert found_in(f"{error}{error!r}{records}") == []
+    assert isinstance(error, BudgetError)
+
+
+def test_settings_and_their_owners_are_written_without_passwords(sqlite_url: str) -> None:
+    settings = Settings.read(
+        {
+            "budget_database_url": f"postgresql://u:{PASSWORD}@h/n",
+            "budget_listen_url": f"postgresql://u:{PASSWORD}@h/n",
+            "budget_report_url": f"postgresql://u:{PASSWORD}@h/n",
+            "budget_dashboard_token": PASSWORD,
+            "budget_brokers": {"other": f"amqp://u:{PASSWORD}@h//"},
+        }.get
+    )
+    assert found_in(repr(settings)) == []
+    with pytest.raises(ConfigurationError) as caught:
+        Settings.read({"budget_database_url": sqlite_url, "budget_listen_url": PASSWORD}.get)
+    assert "budget_listen_url" in str(caught.value)
+
+
+def test_check_shows_no_password(
+    make_shop: Callable[..., Shop],
+    command: Callable[..., Any],  # noqa: F811
+) -> None:
+    shop = make_shop(
+        init=False,
+        budget_database_url=f"postgresql+psycopg://u:{PASSWORD}@127.0.0.1:1/n?connect_timeout=2",
+        budget_brokers={"other": f"amqp://u:{PASSWORD}@127.0.0.1:1//"},
+    )
+    for words in (
+        ("check", "--json", "--timeout", "0.1"),
+        ("check", "--timeout", "0.1"),
+        ("list",),
+    ):
+        done = command(shop.app, *words)
+        assert done.code == 1
+        assert found_in(done.out + done.err) == []
+    assert found_in(json.dumps([repr(shop.budget), repr(shop.budget.settings)])) == []
+
+
+def test_metrics_show_nothing_of_it(shop: Shop) -> None:
+    from prometheus_client import generate_latest
+    from prometheus_client.registry import CollectorRegistry
+
+    run(shop)
+    registry = CollectorRegistry()
+    registry.register(Collector(shop.budget))
+    assert found_in(generate_latest(registry).decode()) == []
