@@ -560,10 +560,17 @@ def _create_engine(
         engine = sa.create_engine(
             parsed.difference_update_query(["prepare_threshold"]),
             connect_args=arguments,
+            # They are messages and results, and an error's text is logged.
+            hide_parameters=True,
             **options,
         )
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         raise ConfigurationError(f"{setting} cannot be used: {error}") from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{setting} cannot be used: its port is no number, or a special character of its "
+            "password is not written as in URLs ('%40' for '@')"
+        ) from error
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
         return engine

@@ -1,8 +1,8 @@
 """Least-privilege roles of PostgreSQL: what each kind of process may do with the ledger's tables.
 
 The functions of the ledger run with the rights of who calls them, so a role's grants are what its
-process can do, whatever it says: a caller that is taken over can spoil the counters it has to write,
-and cannot change a limit, make a budget, or read what others have sent and got.
+process can do, whatever it says: a caller that is taken over can spoil the counters it has to
+write, and cannot change a limit, make a budget or rewrite the journal.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ _WORKER: _Grants = {
 }
 #: Publishes what was admitted, sweeps and tells alerts; beside what workers may.
 _RELAY: _Grants = {
+    "budget_adjustments": [S],
     "budget_alert_looks": ALL,
     "budget_alerts": ALL,
     "budget_balances": [D],
@@ -134,10 +135,10 @@ def script(connection: Connection, prefix: str = PREFIX, *, templates: bool = Fa
     check_name(prefix)
     if connection.dialect.name != "postgresql":
         raise ConfigurationError(
-            "roles are for a ledger in PostgreSQL; one in SQLite is a file: see to who may read and "
-            "write that, and its folder"
+            "roles are for a ledger in PostgreSQL; one in SQLite is a file: see to who may read "
+            "and write that, and its folder"
         )
-    schema = connection.execute(_SCHEMA).scalar_one()
+    schema = connection.execute(_SCHEMA, {"known": VERSION_TABLE}).scalar_one()
     functions = list(connection.execute(_FUNCTIONS, {"schema": schema}).scalars())
     inside = _quoted(schema)
     said: list[str] = []
@@ -163,7 +164,7 @@ def script(connection: Connection, prefix: str = PREFIX, *, templates: bool = Fa
 #: Where the tables are that a connection finds by their names alone.
 _SCHEMA = sa.text(
     "SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-    f" WHERE c.oid = to_regclass('{VERSION_TABLE}')"
+    " WHERE c.oid = to_regclass(:known)"
 )
 #: Written with their schema and the types of what they take.
 _FUNCTIONS = sa.text(

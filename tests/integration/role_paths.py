@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
@@ -38,8 +39,8 @@ def declare(shop: Shop) -> None:
         if what == "over":
             usage.record(5)
         if what == "effect":
-            with shop.budget.store.engine.begin() as connection, effect("e", connection) as done:
-                done.value = 1
+            with shop.budget.store.engine.begin() as connection, effect(connection, "e") as first:
+                first.store(1)
         if what == "retry" and self.request.retries == 0:
             raise self.retry(countdown=0)
         if what == "requeue":
@@ -125,15 +126,16 @@ def call(shop: Shop) -> None:
 
 
 def work(shop: Shop, messages: list[Any]) -> None:
-    """Everything that a worker does with what it receives."""
+    """Everything that a worker does with what it receives, each twice."""
     shop.budget.check()
-    for number, message in enumerate(messages):
-        if number == 0:
-            # One that came without a reservation.
-            message.headers["budget_reservation"] = None
-            message.headers["id"] = "unreserved"
+    for message in messages:
         delivered(shop, message)
         delivered(shop, message)
+    # One that comes without a reservation.
+    message.headers["budget_reservation"] = None
+    message.headers["id"] = str(uuid4())
+    delivered(shop, message)
+    assert shop.task("role.draft").apply(("",), {"tenant": "a"}).get() == ""
 
 
 def relay(shop: Shop) -> None:

@@ -1,9 +1,10 @@
-"""Arguments, results, errors' texts and passwords are in no log, report, page, metric or journal."""
+"""Arguments, results, errors' texts and passwords are in no log, report, page or metric."""
 
 from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,19 @@ import pytest
 import sqlalchemy as sa
 from starlette.testclient import TestClient
 
-from celery_budget import BudgetError, ConfigurationError, NotAuthorized, budgeted, usage
+from celery_budget import (
+    BudgetError,
+    ConfigurationError,
+    NotAuthorized,
+    StoreError,
+    budgeted,
+    usage,
+)
 from celery_budget.dashboard import create_app
-from celery_budget.metrics.collector import Collector
+from celery_budget.metrics.collector import BudgetCollector
 from celery_budget.settings import Settings, shown
-from celery_budget.store import Store, roles, schema
-from tests.integration.commands import command  # noqa: F401 - a fixture
+from celery_budget.store import Store, migrate, roles, schema
+from tests.integration.commands import Run, runner
 from tests.integration.delivering import delivered
 from tests.integration.support import Shop
 
@@ -25,6 +33,11 @@ from tests.integration.support import Shop
 ARGUMENT, RESULT, ERROR, REPLY, RULE = "MARK-ARG", "MARK-RES", "MARK-ERR", "MARK-REP", "MARK-RULE"
 PASSWORD = "MARK-PASSWORD"
 MARKS = (ARGUMENT, RESULT, ERROR, REPLY, RULE, PASSWORD)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    return runner(capsys, monkeypatch)
 
 
 def found_in(text: str) -> list[str]:
@@ -64,10 +77,11 @@ def run(shop: Shop) -> list[str]:
     task = budgeted(budget="tenant:a", estimate=4, authorize=rule)(
         shop.app.task(name="leak.draft", bind=True, shared=False)(draft)
     )
+    shop.budget.set("tenant:a", limit=100)
     ids = [task.delay(ARGUMENT, how).id for how in ("", "fail", "retry")]
     with pytest.raises(NotAuthorized):
         task.delay(ARGUMENT, "forbidden")
-    shop.budget.set("tenant:a", limit=13)
+    shop.budget.set("tenant:a", limit=15)
     with pytest.raises(BudgetError):
         task.delay(ARGUMENT)
     ids.append(task.apply_async((ARGUMENT,), on_refused="park").id)
@@ -91,11 +105,12 @@ def run(shop: Shop) -> list[str]:
 def test_a_whole_run_shows_nothing_of_what_it_was_about(
     on_both: Shop,
     records: list[logging.LogRecord],
-    command: Callable[..., Any],  # noqa: F811
+    command: Run,
 ) -> None:
     shop = on_both
     ids = run(shop)
-    assert [name for name in shop.counts() if name == "settled"]
+    ended = {row.state for row in shop.rows(schema.reservations)}
+    assert ended >= {"settled", "published"}
     said = [logging.Formatter().format(record) + repr(vars(record)) for record in records]
     ours = [text for text, record in zip(said, records, strict=True)
             if record.name.startswith("celery_budget")]  # fmt: skip
@@ -168,15 +183,32 @@ def test_no_error_shows_a_password(
 ) -> None:
     given = {"budget_database_url": sqlite_url}
     given |= {f"budget_{name}": value for name, value in WRONG[what].items()}
-    with pytest.raises(BudgetError) as caught:
+
+    def use() -> None:
         store = Store(Settings.read(given.get).database_url)
         try:
-            store.check()
+            store.run(migrate.check)
         finally:
             store.dispose()
-    error: BaseException | None = caught.value
-    assert found_in(f"{error}{error!r}{records}") == []
-    assert isinstance(error, BudgetError)
+
+    with pytest.raises(BudgetError) as caught:
+        use()
+    # As it would be logged, with what it was raised from.
+    said = "".join(traceback.format_exception(caught.value))
+    assert found_in(f"{said}{caught.value!r}{records}") == []
+
+
+def run_nothing(what: str) -> None: ...
+
+
+def test_a_fault_of_the_database_does_not_tell_what_was_written(on_both: Shop) -> None:
+    task = budgeted(budget="tenant:a", estimate=1)(
+        on_both.app.task(name="leak.faulty", shared=False)(run_nothing)
+    )
+    on_both.sql(sa.text("ALTER TABLE budget_outbox RENAME COLUMN queue TO kueue"))
+    with pytest.raises(BudgetError) as caught:
+        task.delay(ARGUMENT)
+    assert found_in("".join(traceback.format_exception(caught.value))) == []
 
 
 def test_settings_and_their_owners_are_written_without_passwords(sqlite_url: str) -> None:
@@ -197,7 +229,7 @@ def test_settings_and_their_owners_are_written_without_passwords(sqlite_url: str
 
 def test_check_shows_no_password(
     make_shop: Callable[..., Shop],
-    command: Callable[..., Any],  # noqa: F811
+    command: Run,
 ) -> None:
     shop = make_shop(
         init=False,
@@ -221,5 +253,5 @@ def test_metrics_show_nothing_of_it(shop: Shop) -> None:
 
     run(shop)
     registry = CollectorRegistry()
-    registry.register(Collector(shop.budget))
+    registry.register(BudgetCollector(shop.budget))
     assert found_in(generate_latest(registry).decode()) == []

@@ -58,7 +58,7 @@ class Server:
         if str(role) not in self.shops:
             shop = self._make_shop(
                 init=False, budget_database_url=url + self._path, task_default_queue=self.queue,
-                budget_lock_seconds=2, task_create_missing_queues=True, budget_lease_seconds=5,
+                budget_lock_seconds=2, task_create_missing_queues=True,
             )  # fmt: skip
             role_paths.declare(shop)
             shop.app.finalize()
