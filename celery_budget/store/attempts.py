@@ -810,7 +810,7 @@ def renew(
         .where(
             attempts.c.root == root,
             attempts.c.lease_until_us.is_not(None),
-            sa.exists().where(
+            sa.exists(sa.text("1")).where(
                 mine.c.reservation_id == attempts.c.reservation_id,
                 mine.c.attempt == attempts.c.attempt,
             ),

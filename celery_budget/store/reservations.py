@@ -113,7 +113,7 @@ def named_by(connection: Connection, root: str, reservation_id: uuid.UUID) -> di
     """
     below = lines.alias("below")
     above = (
-        sa.exists()
+        sa.exists(sa.text("1"))
         .where(
             below.c.root == root,
             below.c.reservation_id == reservation_id,

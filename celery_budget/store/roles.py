@@ -26,15 +26,15 @@ ALL = (S, I, U, D)
 #: To lock a row is to be allowed to change some column of it: one that decides nothing.
 LOCK = "UPDATE (updated_us)"
 
-#: What is in a message, what a task has returned, what it was called with.
+#: What is in a message, what a task has returned, what it was called with. Reporters read none of
+#: it, but that an attempt has an outcome, which is erased when it is closed.
 PAYLOADS: Mapping[str, frozenset[str]] = {
     "budget_attempts": frozenset({"payload"}),
     "budget_effects": frozenset({"value"}),
     "budget_outbox": frozenset({"body", "envelope"}),
-    "budget_parked": frozenset({"body", "envelope", "request"}),
-    "budget_quarantine": frozenset({"body", "envelope", "request"}),
+    "budget_parked": frozenset({"body", "envelope"}),
+    "budget_quarantine": frozenset({"body", "envelope"}),
     "budget_reuse": frozenset({"payload"}),
-    "budget_usage": frozenset({"details"}),
 }
 
 _Grants = Mapping[str, Sequence[str]]
@@ -103,7 +103,7 @@ def _all(grants: Sequence[str]) -> _Grants:
 
 def _readable(name: str) -> str:
     """Return the privilege to read a table's columns but for payloads."""
-    hidden = PAYLOADS.get(name, frozenset())
+    hidden = PAYLOADS.get(name, frozenset()) if name != "budget_attempts" else frozenset()
     columns = [column.name for column in metadata.tables[name].columns]
     if not hidden:
         return S

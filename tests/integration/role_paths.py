@@ -19,6 +19,7 @@ from celery_budget import (
     usage,
 )
 from celery_budget.integration.alerts import alerting_of
+from celery_budget.metrics.collector import BudgetCollector
 from celery_budget.store import schema
 from tests.integration.delivering import delivered
 from tests.integration.support import Shop
@@ -147,10 +148,10 @@ def relay(shop: Shop) -> None:
 
 
 def report(shop: Shop) -> None:
-    """All that is only shown."""
+    """All that is only shown, but for what looks into messages: reconcile."""
     budget = shop.budget
     budget.report()
-    budget.reconcile()
+    list(BudgetCollector(budget).collect())
     budget.overview()
     budget.balances()
     budget.standing("tenant:a")
