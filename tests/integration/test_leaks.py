@@ -17,6 +17,7 @@ from celery_budget import (
     ConfigurationError,
     NotAuthorized,
     budgeted,
+    effect,
     usage,
 )
 from celery_budget.dashboard import create_app
@@ -66,6 +67,9 @@ def run(shop: Shop) -> list[str]:
             },
             key=self.request.id,
         )  # fmt: skip
+        if how == "effect":
+            with shop.budget.store.engine.begin() as connection, effect(connection, "e") as first:
+                first.store(RESULT)
         if how == "fail":
             raise ValueError(f"{ERROR} {prompt}")
         if how == "retry" and self.request.retries == 0:
@@ -81,10 +85,10 @@ def run(shop: Shop) -> list[str]:
         shop.app.task(name="leak.draft", bind=True, shared=False)(draft)
     )
     shop.budget.set("tenant:a", limit=100)
-    ids = [task.delay(ARGUMENT, how).id for how in ("", "fail", "retry")]
+    ids = [task.delay(ARGUMENT, how).id for how in ("", "fail", "retry", "effect")]
     with pytest.raises(NotAuthorized):
         task.delay(ARGUMENT, "forbidden")
-    shop.budget.set("tenant:a", limit=15)
+    shop.budget.set("tenant:a", limit=19)
     with pytest.raises(BudgetError):
         task.delay(ARGUMENT)
     ids.append(task.apply_async((ARGUMENT,), on_refused="park").id)
