@@ -13,7 +13,7 @@ FULL := $(VENV)/.stamp
 EXAMPLES := $(sort $(filter-out demo,$(patsubst examples/%/run.py,%,$(wildcard examples/*/run.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo example test retest smoke matrix audit simulate crash-matrix soak lint bench bench-long docs up down clean help
+.PHONY: setup audit audit-offline demo example test retest smoke matrix simulate crash-matrix soak lint bench bench-long docs up down clean help
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile
@@ -58,6 +58,15 @@ lint: $(FULL) ## check style, format, types and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+audit-offline: $(FULL) ## check dependencies without a network: they fit, are declared and imported, and their licences go together
+	$(BIN)/python -m pip check
+	$(BIN)/python -m pytest -q -n 0 tests/unit/test_dependencies.py
+
+# In an environment of its own: pip-audit brings many packages, of which none is ours. Its service may be
+# out of reach; then it is said, and nothing is known. Known vulnerabilities fail.
+audit: audit-offline ## the same, and whether anything installed has a known vulnerability, where pip-audit's service answers
+	@BIN=$(BIN) VENV=.venv-audit .ci/audit
+
 bench: $(FULL) ## run the benchmarks, under ten minutes; fails where a target is missed (ARGS="--only caller")
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -75,7 +84,7 @@ down: ## stop it; what it has stored stays (docker compose down --volumes remove
 	docker compose down
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) .venv-peers build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-audit build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -5,6 +5,7 @@
 """
 
 from celery_budget.core.alerts import Alert
+from celery_budget.core.authority import Draw, calling
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.budgets import Balance, Budget, Share
 from celery_budget.core.estimators import Estimator, estimator
@@ -40,6 +41,7 @@ from celery_budget.errors import (
     InvoiceError,
     KeyConflict,
     MissingExtra,
+    NotAuthorized,
     NotInstalled,
     NotParked,
     NotQuarantined,
@@ -85,6 +87,7 @@ __all__ = [
     "ConfigurationError",
     "DeadlinePassed",
     "DistributionError",
+    "Draw",
     "EffectError",
     "EnlistError",
     "EstimateError",
@@ -107,6 +110,7 @@ __all__ = [
     "LaneBudget",
     "LostAttempt",
     "MissingExtra",
+    "NotAuthorized",
     "NotInstalled",
     "NotParked",
     "NotQuarantined",
@@ -136,6 +140,7 @@ __all__ = [
     "alert",
     "asettle",
     "budgeted",
+    "calling",
     "cost",
     "effect",
     "estimator",

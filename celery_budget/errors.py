@@ -34,6 +34,7 @@ __all__ = [
     "InvoiceError",
     "KeyConflict",
     "MissingExtra",
+    "NotAuthorized",
     "NotInstalled",
     "NotParked",
     "NotQuarantined",
@@ -82,6 +83,31 @@ class SchemaError(BudgetError):
 
 class PolicyError(BudgetError):
     """A budget cannot be worked out: a wrong declaration, or arguments that do not fit it."""
+
+
+class NotAuthorized(BudgetError):
+    """Whoever asks may not draw on a budget, by ``authorize=``. Nothing was changed.
+
+    :param task_name: the task that was to be run.
+    :param budgets: the names of those that it would have drawn on.
+    :param reason: ``refused``, or which error the hook has raised; that is chained, and its text is
+        not part of this one.
+    """
+
+    def __init__(self, task_name: str, budgets: list[str], reason: str = "refused") -> None:
+        super().__init__(task_name, budgets, reason)
+        self.task_name = task_name
+        self.budgets = budgets
+        self.reason = reason
+
+    def __str__(self) -> str:
+        named = ", ".join(repr(name) for name in self.budgets)
+        why = "" if self.reason == "refused" else f" ({self.reason})"
+        return (
+            f"task {self.task_name} may not draw on {named} for this caller{why}: authorize= of "
+            "the task, or budget_authorize, did not allow it; name a budget that the caller may "
+            "use, or see that the caller is set where it is published: with calling(...)"
+        )
 
 
 class EstimateError(PolicyError):

@@ -225,6 +225,7 @@ EVENTS = _events(
     ),
     Event("delivery.idle", _I, f"{_TASK} %(reason)s; this delivery does nothing"),
     Event("delivery.foreign", _E, f"{_TASK} is not this delivery's to end: %(reason)s"),
+    Event("delivery.altered", _E, f"{_TASK} is not the message that was admitted; it is dropped"),
     Event("delivery.unreserved", _W, f"{_TASK} came without a reservation and waits for budget"),
     Event("delivery.given_back", _W, "task %(task_id)s is given back, as the worker stops"),
     # Usage

@@ -14,12 +14,23 @@ from itertools import chain
 from typing import Any
 
 from celery_budget.core.backpressure import spread
-from celery_budget.errors import BudgetError, BudgetExceeded, OutboxFull, QueueFull, StoreError
+from celery_budget.errors import (
+    BudgetError,
+    BudgetExceeded,
+    NotAuthorized,
+    OutboxFull,
+    QueueFull,
+    StoreError,
+)
 
 __all__ = ["ASGIRefusals", "Refusal", "WSGIRefusals", "refusal_of"]
 
-TOO_MANY, UNAVAILABLE = 429, 503
-PHRASES = {TOO_MANY: "Too Many Requests", UNAVAILABLE: "Service Unavailable"}
+FORBIDDEN, TOO_MANY, UNAVAILABLE = 403, 429, 503
+PHRASES = {
+    FORBIDDEN: "Forbidden",
+    TOO_MANY: "Too Many Requests",
+    UNAVAILABLE: "Service Unavailable",
+}
 #: After a fault of the ledger's database that may pass, where the error says nothing.
 STORE_SECONDS = 5.0
 
@@ -28,11 +39,12 @@ STORE_SECONDS = 5.0
 class Refusal:
     """What to answer to a request that was refused.
 
-    :ivar status: 429 where a budget was short or the request too heavy, 503 where it is not the
+    :ivar status: 403 where its caller may not draw on a budget, 429 where one was short or the
+        request too heavy, 503 where it is not the
         request's fault.
     :ivar retry_after: in whole seconds; none where trying again makes no sense.
-    :ivar code: what happened, for programs: ``over_budget``, ``too_heavy``, ``overloaded`` or
-        ``unavailable``.
+    :ivar code: what happened, for programs: ``over_budget``, ``too_heavy``, ``overloaded``,
+        ``unavailable`` or ``not_authorized``.
     :ivar reason: of ``over_budget``: ``exhausted``, ``held``, ``queued``, ``blocked``, ``draining``
         or ``closed``.
     """
@@ -60,8 +72,11 @@ def refusal_of(error: BaseException) -> Refusal | None:
     """Return what to answer to an error; none where it is no refusal, but a fault of the server's.
 
     ``BudgetExceeded``, and what is too heavy for its lane, is 429, with Retry-After unless trying
-    again makes no sense; ``OutboxFull``, ``QueueFull`` and a ``StoreError`` that may pass are 503.
+    again makes no sense; ``NotAuthorized`` is 403; ``OutboxFull``, ``QueueFull`` and a
+    ``StoreError`` that may pass are 503.
     """
+    if isinstance(error, NotAuthorized):
+        return Refusal(FORBIDDEN, None, "not_authorized")
     if isinstance(error, BudgetExceeded):
         return Refusal(TOO_MANY, _whole(error.retry_after), "over_budget", error.reason)
     if isinstance(error, QueueFull) and error.reason == "heavy":

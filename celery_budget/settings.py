@@ -19,7 +19,7 @@ from celery_budget.core.reservations import Again
 from celery_budget.core.usage import MONEY
 from celery_budget.errors import ConfigurationError, InvalidBudget
 
-__all__ = ["ANY_STAGE", "PREFIX", "Settings", "check_callable"]
+__all__ = ["ANY_STAGE", "HOOKS", "PREFIX", "Settings", "check_callable", "shown"]
 
 PREFIX = "budget_"
 
@@ -50,6 +50,9 @@ OR_NONE = ("metrics_port",)
 #: Texts that may be empty, and then are none.
 OPTIONAL = ("listen_url", "report_url", "dashboard_token")
 
+#: Callables, and what each takes.
+HOOKS = {"authorize": "a Draw", "on_alert": "an alert"}
+
 #: Which are switched off by 0.
 OFF = {
     "alert_parked_seconds",
@@ -58,6 +61,12 @@ OFF = {
     "alert_overdue_seconds",
     "alert_reconcile_seconds",
 }
+
+#: What a driver takes as a password from the end of a URL.
+_QUERIED = re.compile(r"((?:password|sslpassword)=)[^&#]*", re.IGNORECASE)
+
+#: Texts that may hold a password, or are one, and are not shown where they cannot be used.
+SECRET = ("database_url", "listen_url", "report_url", "dashboard_token")
 
 _URL_FORMS = (
     "'postgresql+psycopg://user@host/name' for PostgreSQL, or 'sqlite:////absolute/path.db' "
@@ -127,6 +136,8 @@ class Settings:
     :ivar metrics_labels: how many budgets, stages and lanes have series of their own, of each; all
         others are summed.
     :ivar tracing: whether spans and metrics are made where OpenTelemetry is set up.
+    :ivar authorize: what is asked, for all tasks, whether a caller may draw on the budgets that
+        it names: ``module:name``, or the callable itself; none to allow all.
     :ivar on_alert: what is called with each alert: ``module:name``, or the callable itself; none
         to call nothing.
     :ivar alert_at: at which parts of its limit a budget gives an alert, unless it has its own.
@@ -141,9 +152,9 @@ class Settings:
     :ivar beat_scheduler: the scheduler that ``beat -S budget`` runs beside the relay.
     """
 
-    database_url: str
-    listen_url: str = ""
-    report_url: str = ""
+    database_url: str = field(repr=False)
+    listen_url: str = field(default="", repr=False)
+    report_url: str = field(default="", repr=False)
     root: str = "default"
     lease_seconds: float = 60.0
     unreserved: str = "admit"
@@ -178,6 +189,7 @@ class Settings:
     metrics_seconds: float = 5.0
     metrics_labels: int = 200
     tracing: bool = True
+    authorize: Callable[..., Any] | str | None = None
     on_alert: Callable[..., Any] | str | None = None
     alert_at: tuple[float, ...] = (0.8, 0.95, 1.0)
     alert_seconds: float = 5.0
@@ -278,11 +290,11 @@ class Settings:
     def _check(self) -> None:
         if "://" not in self.database_url:
             raise ConfigurationError(
-                f"{PREFIX}database_url is {self.database_url!r}; give {_URL_FORMS}"
+                f"{PREFIX}database_url is {shown(self.database_url)!r}; give {_URL_FORMS}"
             )
         if self.listen_url and not self.listen_url.startswith(("postgresql://", "postgresql+")):
             raise ConfigurationError(
-                f"{PREFIX}listen_url is {self.listen_url!r}; give a URL of the ledger's "
+                f"{PREFIX}listen_url is {shown(self.listen_url)!r}; give a URL of the ledger's "
                 "PostgreSQL: 'postgresql+psycopg://user@host/name'"
             )
         postgresql = ("postgresql://", "postgresql+")
@@ -290,8 +302,8 @@ class Settings:
             self.report_url.startswith(postgresql) and self.database_url.startswith(postgresql)
         ):
             raise ConfigurationError(
-                f"{PREFIX}report_url is {_shown(self.report_url)!r}, and the ledger in "
-                f"{_shown(self.database_url)!r}; give the URL of a replica of the ledger's "
+                f"{PREFIX}report_url is {shown(self.report_url)!r}, and the ledger in "
+                f"{shown(self.database_url)!r}; give the URL of a replica of the ledger's "
                 "PostgreSQL: 'postgresql+psycopg://user@replica/name'"
             )
         if self.unreserved not in ("admit", "reject"):
@@ -340,10 +352,11 @@ class Settings:
             )
 
 
-def _shown(url: str) -> str:
+def shown(url: str) -> str:
     """Return a URL without its password, for messages."""
+    url = _QUERIED.sub(r"\1***", url)
     before, at, place = url.rpartition("@")
-    scheme, slashes, user = before.partition("://")
+    scheme, slashes, user = before.rpartition("://")
     return f"{scheme}{slashes}{user.partition(':')[0]}{at}{place}" if at else url
 
 
@@ -352,7 +365,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
     if kind == "str":
         if isinstance(value, str) and (value or name in OPTIONAL):
             return value
-        raise ConfigurationError(f"{PREFIX}{name} is {value!r}; give text")
+        said = "" if name in SECRET else f" is {value!r}"
+        raise ConfigurationError(f"{PREFIX}{name}{said}; give text")
     if kind == "bool":
         if isinstance(value, bool):
             return value
@@ -365,8 +379,8 @@ def _convert(name: str, kind: str, value: Any) -> Any:
         return _ceilings(value)
     if name == "alert_at":
         return _thresholds(value)
-    if name == "on_alert":
-        return _callable(value)
+    if name in HOOKS:
+        return _callable(name, value)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     if number and value == 0 and name in OFF:
         return 0 if kind == "int" else 0.0
@@ -424,34 +438,34 @@ def _thresholds(value: Any) -> tuple[float, ...]:
     return tuple(one / MILLION for one in parts)
 
 
-def _callable(value: Any) -> Any:
+def _callable(name: str, value: Any) -> Any:
     """Return a callable, or text that names one; whether that is there is seen at the start."""
     if isinstance(value, str):
         if IMPORTED.fullmatch(value):
             return value
     elif callable(value):
-        check_callable(value)
+        check_callable(name, value)
         return value
     raise ConfigurationError(
-        f"{PREFIX}on_alert is {value!r}; give 'module:name', or a callable that takes an alert"
+        f"{PREFIX}{name} is {value!r}; give 'module:name', or a callable that takes {HOOKS[name]}"
     )
 
 
-def check_callable(found: Any) -> None:
-    """Check that what ``budget_on_alert`` names can be called from a thread.
+def check_callable(name: str, found: Any) -> None:
+    """Check that what one of :data:`HOOKS` names can be called, and is over when it returns.
 
     :raises ConfigurationError: where it cannot be called, or is a coroutine function.
     """
     if not callable(found):
         raise ConfigurationError(
-            f"{PREFIX}on_alert is {found!r}, which cannot be called; give a function that takes an "
-            "alert"
+            f"{PREFIX}{name} is {found!r}, which cannot be called; give a function that takes "
+            f"{HOOKS[name]}"
         )
     if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
         getattr(found, "__call__", None)  # noqa: B004 - an object whose call is asynchronous
     ):
         raise ConfigurationError(
-            f"{PREFIX}on_alert is {found!r}, a coroutine function; it is called in a thread: give "
+            f"{PREFIX}{name} is {found!r}, a coroutine function; it is called in a thread: give "
             "a function that is not async, or one that runs it by asyncio.run()"
         )
 

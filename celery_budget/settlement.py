@@ -89,7 +89,9 @@ __all__ = [
     "claim",
     "fits_as_key",
     "go_on",
+    "is_altered",
     "leaves_chord",
+    "owners_of",
     "received",
     "renew",
     "replay",
@@ -190,6 +192,24 @@ def _claim(
         if claimed is not None:
             return claimed
     return store.wait_out(patience, attempts.claim, *key, settings.max_quarantine)
+
+
+def is_altered(store: Store, delivery: Delivery, stop: Stop | None = None) -> bool:
+    """Tell of a delivery that is missing whether the ledger has another message for its request.
+
+    A fault of the store is waited out.
+
+    :raises StoreError: where waiting was ended.
+    """
+    return store.wait_out_reading(Patience(stop), attempts.is_known, delivery)
+
+
+def owners_of(store: Store, root: str, task_id: str, stop: Stop | None = None) -> set[str]:
+    """Return whose requests have this task id; a fault of the store is waited out.
+
+    :raises StoreError: where waiting was ended.
+    """
+    return store.wait_out_reading(Patience(stop), attempts.owners_of, root, task_id)
 
 
 def _until(claimed: Claimed | Replay) -> float | None:

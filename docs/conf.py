@@ -43,7 +43,7 @@ ELSEWHERE = {
     "README.md": "readme",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
-    "SECURITY.md": "security",
+    "SECURITY.md": "security-policy",
     **{
         str(page.relative_to(HERE.parent)): f"examples/{page.parent.name}"
         for page in sorted(HERE.parent.glob("examples/*/README.md"))

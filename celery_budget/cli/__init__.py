@@ -29,6 +29,7 @@ from celery_budget.cli import (  # noqa: E402 - after that
     reconcile,
     relay,
     report,
+    roles,
 )
 from celery_budget.cli.group import budget  # noqa: E402
 
@@ -49,4 +50,5 @@ __all__ = [
     "reconcile",
     "relay",
     "report",
+    "roles",
 ]

@@ -200,6 +200,7 @@ class Facts:
     remote_control: bool = True
     gate_error: str = ""
     alert_error: str = ""
+    authorize_error: str = ""
     spool: str = ""
     spool_error: str = ""
     prices_differ: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_budget.core.amounts import check_amount, shown
+from celery_budget.core.authority import Authorize, check_authorize
 from celery_budget.core.budgets import check_own_name, check_text
 from celery_budget.core.calls import bound_arguments, call, wanted
 from celery_budget.core.deadlines import Deadline
@@ -106,6 +107,7 @@ class BudgetPolicy:
     :ivar fallback: the lanes that its calls are tried in, in this order; none for the queue that
         Celery routes them to.
     :ivar enforce: whether its calls are refused where they do not fit; none for the setting's.
+    :ivar authorize: the rule that is asked whether its callers may draw on its budgets.
     :ivar lines: what it draws on, with all estimates.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
@@ -128,6 +130,7 @@ class BudgetPolicy:
     parking: Parking = field(default_factory=Parking)
     fallback: Sequence[str] | None = None
     enforce: bool | None = None
+    authorize: Authorize | None = None
     lines: tuple[BudgetLine, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,6 +159,7 @@ class BudgetPolicy:
             )
         object.__setattr__(self, "fallback", _checked_lanes(self.fallback))
         self.parking.check(self.lanes)
+        check_authorize(self.authorize)
         self._check_versions()
 
     @property

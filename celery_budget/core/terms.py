@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from celery_budget.core.amounts import MAX_AMOUNT, check_amount
+from celery_budget.core.authority import Authorize
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import Fingerprint, fingerprint
 from celery_budget.core.parking import Parking
@@ -29,6 +30,7 @@ class Terms:
     :ivar parking: what becomes of it where it does not fit.
     :ivar fallback: the lanes that it is tried in, in this order.
     :ivar enforced: whether it is refused, or waits, where it does not fit.
+    :ivar authorize: the rule that is asked whether its caller may draw on its budgets.
     """
 
     stage: str
@@ -47,6 +49,7 @@ class Terms:
     parking: Parking = field(default_factory=Parking)
     fallback: tuple[str, ...] = ()
     enforced: bool = True
+    authorize: Authorize | None = None
 
     def parking_of(self, call: Parking) -> Parking:
         """Return what becomes of a call that does not fit, by what the call says itself.

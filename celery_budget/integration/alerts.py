@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-from celery.utils.imports import symbol_by_name
+from typing import TYPE_CHECKING
 
 from celery_budget.alerting import Alerting, Drifted
 from celery_budget.core.alerts import Alert
-from celery_budget.errors import ConfigurationError
+from celery_budget.integration.hooks import hook_of
 from celery_budget.integration.signals import alert as alert_signal
-from celery_budget.settings import check_callable
 
 if TYPE_CHECKING:
     from celery_budget.integration.install import CeleryBudget
 
-__all__ = ["alerting_of", "on_alert_of"]
+__all__ = ["alerting_of"]
 
 #: Requests that were admitted within that time tell whether a stage drifts.
 LATELY = timedelta(days=7)
 
 
-def on_alert_of(budget: CeleryBudget) -> Callable[[Alert], Any] | None:
-    """Return what ``budget_on_alert`` names; none where it names nothing.
-
-    :raises ConfigurationError: where that cannot be imported, or not be called from a thread.
-    """
-    given = budget.settings.on_alert
-    if not isinstance(given, str):
-        return given
-    try:
-        found = symbol_by_name(given)
-    # Importing a module runs it.
-    except Exception as exc:
-        raise ConfigurationError(
-            f"budget_on_alert is {given!r}, and that cannot be imported ({exc!r}); give "
-            "'module:name' of a function that takes an alert"
-        ) from exc
-    check_callable(found)
-    call: Callable[[Alert], Any] = found
-    return call
-
-
 def alerting_of(budget: CeleryBudget) -> Alerting:
     """Return the step of the relay that looks for alerts and tells them.
 
-    :raises ConfigurationError: as :func:`on_alert_of`.
+    :raises ConfigurationError: as :func:`~celery_budget.integration.hooks.hook_of`.
     """
-    on_alert = on_alert_of(budget)
+    on_alert = hook_of(budget, "on_alert")
 
     def tell(alert: Alert, tries: int) -> None:
         # In a thread of its own: what is called finds its application as a task does.

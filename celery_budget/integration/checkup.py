@@ -29,7 +29,7 @@ from celery_budget.core.periods import Period
 from celery_budget.core.prices import Unpriced
 from celery_budget.core.rules import judge
 from celery_budget.errors import BudgetError, SchemaError, StoreError
-from celery_budget.integration.alerts import on_alert_of
+from celery_budget.integration.hooks import hook_of
 from celery_budget.integration.info import (
     COMMAND,
     ledger_digest,
@@ -93,7 +93,8 @@ def collect(budget: CeleryBudget, timeout: float = ASK_SECONDS) -> Facts:
         prefetch=int(app.conf.worker_prefetch_multiplier or 0),
         remote_control=bool(app.conf.worker_enable_remote_control),
         gate_error=_error(budget.check_gate),
-        alert_error=_error(lambda: on_alert_of(budget)),
+        authorize_error=_error(lambda: hook_of(budget, "authorize")),
+        alert_error=_error(lambda: hook_of(budget, "on_alert")),
         spool=settings.spool,
         spool_error=spool_error(budget),
         prices_differ=tuple(_prices(budget)),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BOOT_ID",
+    "DIGEST",
     "HEADER",
     "Current",
     "Delivered",
@@ -46,6 +47,9 @@ __all__ = [
 
 #: The one header a budgeted message carries: ``root/reservation id``.
 HEADER = "budget_reservation"
+
+#: What a worker adds to the headers of a message it has received: SHA-256 of its body, in hex.
+DIGEST = "budget_digest"
 
 #: Identifies this process and the children it forks: the worker's main process and its pool.
 BOOT_ID = new_id()

@@ -37,6 +37,7 @@ from celery_budget.core.retries import DEADLINE
 from celery_budget.errors import AttemptLost, AttemptsSpent, PolicyError, RequestNotRun
 from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
+from celery_budget.integration.authority import may_draw
 from celery_budget.integration.context import (
     BOOT_ID,
     attach,
@@ -122,9 +123,9 @@ def apply(
     terms: Terms = task.budget_terms(args, kwargs)
     request = _request(budget, task, terms, options)
     if before is not None and not before.over:
-        begun: Run | AlreadyReserved = _go_on(budget, before, request)
+        begun: Run | AlreadyReserved = _go_on(budget, before, request, terms)
     else:
-        begun = _start(budget, request, terms.fallback)
+        begun = _start(budget, request, terms)
     if isinstance(begun, AlreadyReserved):
         return _repeated(budget, task, begun.task_id, options)
     options["task_id"] = begun.task_id
@@ -299,12 +300,14 @@ def _continued(budget: CeleryBudget) -> Attempt | None:
     return attempt if attempt is not None and attempt.called else None
 
 
-def _start(
-    budget: CeleryBudget, request: ReserveRequest, lanes: tuple[str, ...]
-) -> Run | AlreadyReserved:
-    """Begin the first attempt, under the budgets of the first of ``lanes`` that takes it."""
+def _start(budget: CeleryBudget, request: ReserveRequest, terms: Terms) -> Run | AlreadyReserved:
+    """Begin the first attempt, under the budgets of the first of its lanes that takes it."""
+    lanes, around = terms.fallback, current_attempt(budget.app)
+    kind = "new" if _continued(budget) is None else "continuation"
+    running = None if around is None else around.reservation_id
     ways = fallbacks.ways(budget, request, lanes, None) if lanes else [Way(request, {})]
     for way in ways:
+        may_draw(budget, request.task_name, terms, way.request.lines, kind, running)
         started = settlement.start(
             budget.store,
             budget.settings,
@@ -324,11 +327,13 @@ def _start(
     raise AssertionError("one of the ways is the last")
 
 
-def _go_on(budget: CeleryBudget, before: Run, request: ReserveRequest) -> Run:
+def _go_on(budget: CeleryBudget, before: Run, request: ReserveRequest, terms: Terms) -> Run:
     """Put the next attempt in the place of the one that asked for a retry."""
     request = replace(request, reservation_id=before.attempt.reservation_id, nesting=before.nesting)
     if before.lane is not None:
         request = fallbacks.through(request, before.lane)
+    running = before.attempt.reservation_id
+    may_draw(budget, request.task_name, terms, request.lines, "retry", running)
     going = settlement.go_on(
         budget.store, budget.settings, request, before.attempt, _delivery(request), new_id()
     )

@@ -35,12 +35,13 @@ from celery_budget.core.reservations import (
     Running,
     StoredOutcome,
 )
-from celery_budget.errors import StoreError
+from celery_budget.errors import BudgetError, StoreError
 from celery_budget.events import Logger
 from celery_budget.integration import eager
 from celery_budget.integration.chords import wait_for_body
 from celery_budget.integration.context import (
     BOOT_ID,
+    DIGEST,
     HEADER,
     Delivered,
     answer,
@@ -261,7 +262,9 @@ def _try_claim(
     found = parse_header(getattr(task.request, HEADER, None))
     retries = task.budget_retries(args, kwargs)
     if found is not None:
-        claimed = _claim_reserved(budget, task, *found, retries)
+        claimed = _claim_reserved(
+            budget, task, *found, retries, getattr(task.request, DIGEST, None)
+        )
         if not isinstance(claimed, Missing):
             return _only_attempt(budget, task, claimed, *found)
     reservation_id = _admit_delivered(budget, task, args, kwargs)
@@ -271,7 +274,12 @@ def _try_claim(
 
 
 def _claim_reserved(
-    budget: CeleryBudget, task: Any, root: str, reservation_id: uuid.UUID, retries: Retries
+    budget: CeleryBudget,
+    task: Any,
+    root: str,
+    reservation_id: uuid.UUID,
+    retries: Retries,
+    digest: str | None = None,
 ) -> settlement.Attempt | Running | Closed | Missing:
     request = task.request
     losses = task.budget_losses(request.args or (), request.kwargs or {})
@@ -287,8 +295,10 @@ def _claim_reserved(
         os.getpid(),
         bool(task.acks_late or retries_on_worker_lost(task)) and losses.may_rerun,
         losses.inquires,
+        None if digest is None else task.name,
+        digest,
     )
-    return undisturbed(
+    claimed: Any = undisturbed(
         settlement.claim,
         budget.store,
         budget.settings,
@@ -299,6 +309,15 @@ def _claim_reserved(
         budget.spool,
         budget.closings,
     )
+    if (
+        digest is not None
+        and isinstance(claimed, Missing)
+        and undisturbed(settlement.is_altered, budget.store, delivery, stopping)
+    ):
+        answer(request, refused=True)
+        logger.event("delivery.altered", task=task.name, task_id=request.id)
+        raise Ignore("the message is not the one that was admitted")
+    return claimed  # type: ignore[no-any-return]
 
 
 def _only_attempt(
@@ -347,14 +366,34 @@ def _admit_delivered(
     # One that is acknowledged is nowhere else, and waits.
     delivered = Delivered(str(request.id), park=True, stop=stopping if task.acks_late else None)
     with delivering(delivered):
-        task.signature_from_request(request, args, kwargs, retries=request.retries).apply_async(
-            add_to_parent=False
-        )
+        again = task.signature_from_request(request, args, kwargs, retries=request.retries)
+        try:
+            again.apply_async(add_to_parent=False)
+        except StoreError:
+            raise
+        except BudgetError as error:
+            _leave_foreign(budget, task, error)
+            raise
     admitted = delivered.admitted
     if isinstance(admitted, (Reserved, AlreadyReserved)):
         return admitted.reservation_id
     logger.event("delivery.unreserved", task=task.name, task_id=request.id)
     raise Ignore("the request waits for budget")
+
+
+def _leave_foreign(budget: CeleryBudget, task: Any, error: BudgetError) -> None:
+    """Do nothing for a message that is refused, and has the id of a task that the ledger knows.
+
+    :raises Ignore: for such a one: its failure would be stored over that task's result.
+    """
+    request = task.request
+    if not settlement.owners_of(budget.store, budget.settings.root, str(request.id), stopping):
+        return
+    answer(request, refused=True)
+    logger.event(
+        "delivery.foreign", task=task.name, task_id=request.id, reason=type(error).__name__
+    )
+    raise Ignore("the task's id is another request's") from error
 
 
 def _count_rejected(

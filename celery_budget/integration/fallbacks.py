@@ -35,6 +35,7 @@ __all__ = [
     "Way",
     "kept",
     "lane_of",
+    "named",
     "outlook",
     "through",
     "towards",
@@ -82,7 +83,7 @@ def ways(
     :raises PolicyError: where a lane has a budget that the request draws on already, and where the
         application does not know its queue.
     """
-    known = _named(budget, names, waits, stop)
+    known = named(budget, names, waits, stop)
     return [
         Way(
             replace(through(request, lane), parks=request.parks and lane is known[-1]),
@@ -94,9 +95,12 @@ def ways(
     ]
 
 
-def _named(
-    budget: CeleryBudget, names: Sequence[str], waits: bool, stop: Stop | None
-) -> list[Lane]:
+def named(budget: CeleryBudget, names: Sequence[str], waits: bool, stop: Stop | None) -> list[Lane]:
+    """Return the lanes with these names, in their order.
+
+    :param waits: wait a fault of the store out.
+    :raises UnknownLane: where there is none.
+    """
     root = budget.settings.root
     if waits:
         return budget.store.wait_out_reading(stop, lanes.named, root, names)
@@ -154,7 +158,7 @@ def kept(budget: CeleryBudget, request: ReserveRequest, stop: Stop | None) -> Re
     if name is None:
         return request
     try:
-        [lane] = _named(budget, [name], True, stop)
+        [lane] = named(budget, [name], True, stop)
     except UnknownLane:
         return request
     return through(request, lane)
@@ -224,7 +228,7 @@ def outlook(
 
     :raises UnknownLane: where there is none.
     """
-    known = _named(budget, names, False, None)
+    known = named(budget, names, False, None)
     weight = lines[0].amount
     looked = [(lane, (*lines, *lane.lines(weight))) for lane in known]
     return admission.outlook_through(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery._state import get_current_worker_task
 
-from celery_budget import admission, tracing, watching
+from celery_budget import admission, settlement, tracing, watching
 from celery_budget.admission import Publication
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.identity import checked_id, new_id, task_id_of
@@ -34,11 +34,13 @@ from celery_budget.core.reservations import (
 from celery_budget.errors import (
     BudgetError,
     PolicyError,
+    RequestConflict,
     StoreError,
     UnsupportedPublication,
 )
 from celery_budget.events import Logger
 from celery_budget.integration import fallbacks
+from celery_budget.integration.authority import may_draw
 from celery_budget.integration.batch import Batch, current_batch, together
 from celery_budget.integration.capture import with_header
 from celery_budget.integration.context import (
@@ -98,7 +100,7 @@ class Gate:
             with tracing.of(self._budget.settings).span(
                 "budget.reserve", "producer", parent=_led(attempt), inner=True, start_ns=began
             ) as span:
-                call = call._replace(span=span)
+                call = call._replace(span=span, terms=terms)
                 request = self._request(call, terms)
                 watching.describe(span, request, queue_name(options))
                 return self._publish(call, request, terms.fallback)
@@ -204,7 +206,9 @@ class Gate:
         steps: list[ReserveRequest] = []
         if whole:
             head = ways[0].request
-            steps, embed = plan(self._budget.app, head, embed, choice.step)
+            steps, embed = plan(
+                self._budget.app, head, embed, choice.step, partial(self._allow, call)
+            )
             if steps:
                 head = replace(head, plan=head.reservation_id, step=0)
                 ways = [replace(ways[0], request=head)]
@@ -254,6 +258,7 @@ class Gate:
         :raises BudgetExceeded, QueueFull: where it is refused.
         """
         call = call._replace(options=way.options)
+        self._allow(call, way.request, call.terms)
         decide = partial(self._decide, call, way) if batch is None else None
         sink = _Sink(self._budget, call, way.request, steps, batch, decide)
         return self._make(call, sink)
@@ -261,6 +266,21 @@ class Gate:
     def _make(self, call: _Call, sink: _Sink) -> Any:
         return self._sender.make(
             call.producer, call.name, call.message, call.options, sink, call.ours.order_key
+        )
+
+    def _allow(self, call: _Call, request: ReserveRequest, terms: Terms | None) -> None:
+        """Have the application's rules say that the caller may draw on what a request names.
+
+        :raises NotAuthorized: where one of them does not.
+        """
+        if terms is None:
+            return
+        kind = "delivered" if request.unreserved else call.origin
+        running = None if call.attempt is None else call.attempt.reservation_id
+        if running is None and call.origin == "retry":
+            running = request.reservation_id
+        may_draw(
+            self._budget, request.task_name, terms, request.lines, kind, running, call.waiting[1]
         )
 
     def _decide(self, call: _Call, way: Way, wire: WireMessage) -> Admitted | None:
@@ -299,6 +319,8 @@ class Gate:
             request = replace(request, reservation_id=new_id(), plan=None)
             wire = with_header(wire, HEADER, header(request.root, request.reservation_id))
         delivered = delivered_now() if request.unreserved else None
+        if delivered is not None:
+            self._check_free(request, delivered)
         result = admission.admit(
             store,
             settings,
@@ -315,6 +337,18 @@ class Gate:
         if delivered is not None:
             delivered.admitted = result
         return result
+
+    def _check_free(self, request: ReserveRequest, delivered: Delivered) -> None:
+        """Check that what came without a reservation does not have the id of somebody else's task.
+
+        Its result would be stored over that task's.
+
+        :raises RequestConflict: where it does.
+        """
+        store, root = self._budget.store, request.root
+        owners = settlement.owners_of(store, root, request.task_id, delivered.stop)
+        if owners and request.owner not in owners:
+            raise RequestConflict(request.request_id, request.owner, request.task_id)
 
     def _send_plain(self, call: _Call) -> Any:
         """Send what draws on no budget.
@@ -436,6 +470,7 @@ class _Call(NamedTuple):
     :ivar origin: ``new``; ``retry`` of the running attempt; ``continuation`` of work that was
         admitted (a chain's next step, a callback, a chord's body, a replacement), which is parked
         where it does not fit.
+    :ivar terms: what it asks for; none for what draws on no budget.
     """
 
     producer: Any
@@ -446,6 +481,7 @@ class _Call(NamedTuple):
     origin: str
     attempt: Attempt | None
     span: Span = NOTHING
+    terms: Terms | None = None
 
     @property
     def waiting(self) -> tuple[bool, Stop | None]:

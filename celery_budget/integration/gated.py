@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from celery import Task
+from celery.exceptions import Reject
 
+from celery_budget.core.authority import Authorize
 from celery_budget.core.losses import Losses
 from celery_budget.core.retries import Retries
 from celery_budget.core.terms import Terms
+from celery_budget.errors import NotAuthorized
 from celery_budget.integration import eager
 from celery_budget.integration.batch import by_itself
 from celery_budget.integration.context import attempt_of, installed_on
@@ -58,6 +61,14 @@ class GatedTask(Task):
     def budget_losses(self, args: Any, kwargs: Any) -> Losses:
         """Return what becomes of such a call's lost attempts."""
         return Losses()
+
+    def budget_authorize(self, args: Any, kwargs: Any) -> Authorize | None:
+        """Return the rule by which such a call may draw on budgets; none where it has none."""
+        return None
+
+    def budget_arguments(self, args: Any, kwargs: Any) -> Mapping[str, Any]:
+        """Return the arguments of a call by their names, as far as they are known by them."""
+        return dict(kwargs)
 
     def budget_reuses(self) -> bool:
         """Tell whether others may join such a call, so that its result is to be kept."""
@@ -131,7 +142,13 @@ class GatedTask(Task):
         """
         if not self.request.called_directly:
             check_retry(self, exc, eta, countdown)
-        return super().retry(args, kwargs, exc, throw, eta, countdown, *rest, **options)
+        try:
+            return super().retry(args, kwargs, exc, throw, eta, countdown, *rest, **options)
+        except Reject as rejected:
+            # What Celery makes of every error of a publication; this one is the task's to see.
+            if isinstance(rejected.reason, NotAuthorized):
+                raise rejected.reason from rejected
+            raise
 
     def on_replace(self, sig: Any) -> Any:
         """Run, or publish, what takes this task's place; in place the task is settled first.

@@ -12,6 +12,7 @@ from typing import Any
 from celery import Celery
 from celery._state import _get_active_apps, connect_on_app_finalize
 
+from celery_budget.core.authority import Authorize
 from celery_budget.core.losses import Losses
 from celery_budget.core.retries import Retries
 from celery_budget.core.terms import Terms, summed
@@ -70,6 +71,10 @@ class InlineTask(GatedTask):
         # Whom to ask is told with the arguments of one call; here are those of many.
         inner, _ = self._inner(args, kwargs)
         return Losses() if inner is None else Losses(inner.budget_losses((), {}).on_lost)
+
+    def budget_authorize(self, args: Any, kwargs: Any) -> Authorize | None:
+        inner, _ = self._inner(args, kwargs)
+        return None if inner is None else inner.budget_authorize((), {})
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         given = _given(args or (), kwargs or {})

@@ -15,6 +15,7 @@ from kombu.utils.objects import cached_property
 
 from celery_budget import admission, reconcile, settlement, telling, tracing
 from celery_budget.closings import Closings
+from celery_budget.core.authority import Authorize
 from celery_budget.core.backpressure import Outlook
 from celery_budget.core.checkup import Checkup
 from celery_budget.core.estimators import Estimators, estimators
@@ -37,6 +38,7 @@ from celery_budget.integration.checkup import ASK_SECONDS, check_up
 from celery_budget.integration.context import find_installed, install_on
 from celery_budget.integration.enlist import Enlistment
 from celery_budget.integration.gate import Gate, with_request_id
+from celery_budget.integration.hooks import hook_of
 from celery_budget.integration.ledger import Ledger
 from celery_budget.integration.reprs import short_repr
 from celery_budget.integration.results import BackendResults
@@ -90,6 +92,14 @@ class CeleryBudget(Ledger):
     def brokers(self) -> Brokers:
         """The brokers that messages may go to: the application's, and ``budget_brokers``."""
         return Brokers(self.app, self.settings.brokers)
+
+    @cached_property
+    def authorize(self) -> Authorize | None:
+        """What ``budget_authorize`` names; none where it names nothing.
+
+        :raises ConfigurationError: where that cannot be imported, or not be called.
+        """
+        return hook_of(self, "authorize")
 
     @cached_property
     def spool(self) -> Spool:

@@ -30,6 +30,8 @@ from celery._state import (
 from celery.local import PromiseProxy, Proxy
 
 from celery_budget import metering
+from celery_budget.core.authority import Authorize
+from celery_budget.core.calls import bound_arguments
 from celery_budget.core.deadlines import Deadline
 from celery_budget.core.estimators import Estimator
 from celery_budget.core.identity import fingerprint
@@ -81,7 +83,7 @@ class BudgetedTask(GatedTask):
     Set ``budget`` and ``estimate``, and if you like ``stage``, ``estimate_version``, ``shadows``,
     ``stop_at_hold``, ``max_attempts``, ``retry_within``, ``terminal``, ``on_lost``, ``lookup``,
     ``compensate``, ``fair_by``, ``deadline``, ``on_refused``, ``park_for``, ``fallback``,
-    ``enforce``, ``reuse`` and ``version``, as class attributes or as options of
+    ``enforce``, ``authorize``, ``reuse`` and ``version``, as class attributes or as options of
     ``@app.task(base=BudgetedTask, …)``; they mean what they mean to :func:`budgeted`. Its message
     is reserved before it is dispatched, its attempt is claimed before its body runs, and what it
     used is settled before anything follows from it. A subclass with a ``__call__`` or a ``retry``
@@ -111,6 +113,7 @@ class BudgetedTask(GatedTask):
         park_for: float | None
         fallback: Sequence[str] | None
         enforce: bool | None
+        authorize: Any
         reuse: str | float | timedelta | None
         version: str | int
 
@@ -152,6 +155,7 @@ class BudgetedTask(GatedTask):
             parking=Parking(getattr(cls, "on_refused", None), getattr(cls, "park_for", None)),
             fallback=getattr(cls, "fallback", None),
             enforce=getattr(cls, "enforce", None),
+            authorize=_plain(inspect.getattr_static(cls, "authorize", None)),
             reuse=Reuse.given(getattr(cls, "reuse", None), getattr(cls, "version", "1")),
         )
 
@@ -176,6 +180,7 @@ class BudgetedTask(GatedTask):
             parking=policy.parking,
             fallback=policy.lanes,
             enforced=self.budget_enforced((), {}),
+            authorize=policy.authorize,
             ask_shadows=functools.partial(
                 ask_shadows, policy, self.name, evaluation.arguments, unknown, self._price
             ),
@@ -193,6 +198,12 @@ class BudgetedTask(GatedTask):
 
     def budget_losses(self, args: Any, kwargs: Any) -> Losses:
         return _policy(self).losses
+
+    def budget_authorize(self, args: Any, kwargs: Any) -> Authorize | None:
+        return _policy(self).authorize
+
+    def budget_arguments(self, args: Any, kwargs: Any) -> Mapping[str, Any]:
+        return bound_arguments(signature_of(self), tuple(args), kwargs)
 
     def budget_reuses(self) -> bool:
         return _policy(self).reuse is not None
@@ -255,6 +266,7 @@ def budgeted(
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
     enforce: bool | None = None,
+    authorize: Authorize | None = None,
     bind: Literal[True],
     **task_options: Any,
 ) -> _BoundDecorator: ...
@@ -281,6 +293,7 @@ def budgeted(
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
     enforce: bool | None = None,
+    authorize: Authorize | None = None,
     bind: Literal[False] = ...,
     **task_options: Any,
 ) -> _Decorator: ...
@@ -316,6 +329,7 @@ def budgeted(
     park_for: float | None = None,
     fallback: Sequence[str] | None = None,
     enforce: bool | None = None,
+    authorize: Authorize | None = None,
     **task_options: Any,
 ) -> Any:
     """Give a task a budget.
@@ -371,6 +385,10 @@ def budgeted(
     :param enforce: ``False`` where calls that do not fit are admitted all the same, over the limit,
         and counted as what would have been refused; ``True`` where they are refused whatever
         ``budget_enforce`` says, which counts unless this is given.
+    :param authorize: asked with a :class:`~celery_budget.Draw` before anything is written: whether
+        whoever publishes a call may draw on the budgets that its arguments name. What is false, or
+        raised, is a ``NotAuthorized``. ``budget_authorize`` is asked as well, and both have to
+        allow it.
     :raises PolicyError: for a declaration that cannot work.
     :raises InvalidAmount: for a constant estimate that is no amount.
     """
@@ -391,6 +409,7 @@ def budgeted(
         fallback=fallback,
         enforce=enforce,
         reuse=Reuse.given(reuse, version),
+        authorize=authorize,
     )
 
     def decorate(target: Any) -> Any:

@@ -133,7 +133,11 @@ class _Unknown:
 
 
 def plan(
-    app: Celery, head: ReserveRequest, embed: dict[str, Any], lane: LaneOf
+    app: Celery,
+    head: ReserveRequest,
+    embed: dict[str, Any],
+    lane: LaneOf,
+    allow: Callable[[ReserveRequest, Terms], object],
 ) -> tuple[list[ReserveRequest], dict[str, Any]]:
     """Return the later steps of a chain as requests, and ``embed`` with steps that name theirs.
 
@@ -141,14 +145,16 @@ def plan(
     :param embed: what its message carries; the steps that follow, the last one first.
     :param lane: returns a step's request as it is in the lane that is chosen for it, with options
         by which its publication finds that.
+    :param allow: raises where a step may not draw on its budgets.
     :raises PolicyError: where a step has no budget, is no single task, or asks for what depends on
         what the step before returns.
     """
     requests: list[ReserveRequest] = []
     steps = list(reversed(embed.get("chain") or []))
     for number, step in enumerate(steps, 1):
-        asked, lanes = _step(app, head, step, number)
-        request, chosen = lane(asked, lanes)
+        asked, terms = _step(app, head, step, number)
+        request, chosen = lane(asked, terms.fallback)
+        allow(request, terms)
         requests.append(request)
         planned = header(head.root, request.reservation_id)
         options = {**step["options"], **chosen, PLANNED: planned}
@@ -159,8 +165,8 @@ def plan(
 
 def _step(
     app: Celery, head: ReserveRequest, step: Any, number: int
-) -> tuple[ReserveRequest, tuple[str, ...]]:
-    """Return a step's request, and the lanes that it may go by."""
+) -> tuple[ReserveRequest, Terms]:
+    """Return a step's request, and its terms."""
     name, options = step["task"], step["options"]
     if step.get("subtask_type") not in (None, "xmap", "xstarmap"):
         raise PolicyError(
@@ -202,4 +208,4 @@ def _step(
         step=number,
         enforced=terms.enforced,
     )
-    return request, terms.fallback
+    return request, terms

@@ -8,13 +8,14 @@ from typing import Any, TypeVar, overload
 
 from celery_budget import metering
 from celery_budget.core.amounts import check_amount
-from celery_budget.core.budgets import check_unit
+from celery_budget.core.budgets import check_text, check_unit
 from celery_budget.core.deadlines import moment
 from celery_budget.core.reservations import AlreadyExtended, Closed, Extended, Refused
 from celery_budget.core.usage import Used
 from celery_budget.errors import ClaimLost, InvalidAmount, PolicyError
 from celery_budget.events import Logger
-from celery_budget.integration.context import current_attempt
+from celery_budget.integration.authority import may_turn
+from celery_budget.integration.context import current, current_attempt, installed_on
 from celery_budget.integration.effects import step_key
 from celery_budget.integration.replies import record_reply
 from celery_budget.integration.streams import Either, Reading, pass_on, pass_on_async
@@ -263,14 +264,19 @@ def turn_to(lane: str, estimate: int | None = None) -> bool:
     :return: false where the request draws on them already, and outside of budgeted tasks.
     :raises BudgetExceeded: where it does not fit; nothing was changed.
     :raises ClaimLost: where another attempt has taken this one's place.
+    :raises NotAuthorized: where ``authorize=`` does not allow it; nothing was changed.
     :raises UnknownLane, UnknownBudget: where there is none.
     :raises PolicyError: where the lane has no budgets.
     :raises InvalidAmount: for an estimate that is no amount.
     """
-    attempt = current_attempt()
-    if attempt is None:
+    found = current()
+    if found is None:
         logger.event("usage.outside", call="usage.turn_to")
         return False
+    attempt = found.attempt
+    name = check_text(lane, "a lane's name")
+    amount = None if estimate is None else check_amount(estimate, "the estimate")
+    may_turn(installed_on(found.task.app), found, name, amount)
     return _is_new(attempt, attempt.turn_to(lane, estimate))
 
 

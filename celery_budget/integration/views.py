@@ -34,7 +34,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.reconcile.figures import GROUPINGS
 from celery_budget.reconcile.totals import LAST_US
 from celery_budget.settings import Settings
-from celery_budget.store import ReadFrom, Replica, Store, budgets, read_from
+from celery_budget.store import ReadFrom, Replica, Store, budgets, read_from, roles
 
 __all__ = ["Views"]
 
@@ -128,6 +128,18 @@ class Views:
         :raises ReplicaError: where the replica does not answer.
         """
         return read_from(self.reading)
+
+    def role_statements(self, prefix: str = roles.PREFIX, *, templates: bool = False) -> list[str]:
+        """Return SQL that makes least-privilege roles for the ledger's processes; changes nothing.
+
+        As ``budget roles`` prints it; see ``docs/security.md``.
+
+        :param prefix: what the names of the roles begin with.
+        :param templates: whether callers and workers make budgets of templates.
+        :raises ConfigurationError: where the ledger is not in PostgreSQL.
+        :raises InvalidName: for a prefix that cannot be.
+        """
+        return self.store.read(roles.script, prefix, templates=templates)
 
     def balance(self, name: str) -> Balance:
         """Return ``limit``, ``reserved``, ``spent`` and ``available`` of the budget ``name``.

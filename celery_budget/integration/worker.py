@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from celery_budget.integration import info  # noqa: F401 - registers what worker
 from celery_budget.integration.asking import asking
 from celery_budget.integration.context import (
     BOOT_ID,
+    DIGEST,
     HEADER,
     attempt_of,
     find_installed,
@@ -199,8 +201,15 @@ def _concerns(task: Any, request: Any, header: object) -> bool:
 class BudgetRequest(Request):
     """The request of a task that may have a budget, in the worker's main process.
 
-    When a pool child is gone, the ledger decides before Celery stores or acknowledges anything.
+    When a pool child is gone, the ledger decides before Celery stores or acknowledges anything. The
+    task's process gets the digest of the body that came, to be compared with what was sent; a
+    header of that name counts for nothing.
     """
+
+    def __init__(self, message: Any, *rest: Any, **options: Any) -> None:
+        super().__init__(message, *rest, **options)
+        if find_installed(self.app) is not None:
+            self._request_dict[DIGEST] = None if self._decoded else _digest(self._body)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
         """Charge an attempt that the hard time limit is about to kill."""
@@ -313,6 +322,12 @@ class BudgetRequest(Request):
             logger.exception("store.untold", matter="that a worker was lost")
             keep_lost(budget, self, may_rerun)
             return may_rerun
+
+
+def _digest(body: Any) -> str:
+    """Return SHA-256 of a body, which transports give as text or as bytes, in hex."""
+    raw = body.encode("utf-8") if isinstance(body, str) else body
+    return hashlib.sha256(raw).hexdigest()
 
 
 @signals.task_success.connect

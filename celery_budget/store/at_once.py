@@ -32,7 +32,8 @@ from celery_budget.core.reservations import (
 from celery_budget.core.retries import Retries
 from celery_budget.core.reuse import PREFIX
 from celery_budget.core.usage import Used
-from celery_budget.store.attempts import Delivery
+from celery_budget.store import clock
+from celery_budget.store.attempts import COMPRESSED, Delivery, as_sent
 from celery_budget.store.journal import who
 from celery_budget.store.prepared import (
     BIGINT,
@@ -44,6 +45,7 @@ from celery_budget.store.prepared import (
     TEXTS,
     UUID_,
     UUIDS,
+    Kind,
     Statement,
 )
 
@@ -85,37 +87,53 @@ def begun(
     }
 
 
-_CLAIM = Statement(
-    "SELECT c.* FROM budget_claim(:root, :reservation, :task_id, CAST(:nesting AS integer),"
-    " CAST(:retries AS integer), :worker, :boot, CAST(:pid AS integer), :late_ack, :rerun,"
-    " :inquires, :claim, CAST(:lease AS bigint), :limited, CAST(:most AS integer),"
-    " CAST(:within AS bigint), CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
-    " CAST(:fences AS uuid[]), :who, :lock_ms) AS c",
-    {
-        "root": TEXT,
-        "reservation": UUID_,
-        "task_id": TEXT,
-        "nesting": INTEGER,
-        "retries": INTEGER,
-        "limited": BOOLEAN,
-        "most": INTEGER,
-        "within": BIGINT,
-        "ids": UUIDS,
-        "numbers": INTEGERS,
-        "fences": UUIDS,
-        **BEGUN,
-    },
-    {
-        "outcome": TEXT,
-        "attempt": INTEGER,
-        "elapsed_us": BIGINT,
-        "deadline_us": BIGINT,
-        "left_us": BIGINT,
-        "said": TEXT,
-        "payload": TEXT,
-        "unclosed": UUIDS,
-    },
+#: The task's id, or none there is where the message is not the one that the ledger has. A worker
+#: has bodies without their compression; what was compressed is known by its task alone.
+_AS_SENT = (
+    "COALESCE((SELECT '' FROM budget_outbox o WHERE o.root = :root"
+    " AND o.reservation_id = :reservation AND o.retries = CAST(:retries AS integer)"
+    " AND (o.task_name <> CAST(:task_name AS text) OR (position(:compressed in o.envelope) = 0"
+    " AND encode(sha256(o.body), 'hex') <> CAST(:digest AS text))) LIMIT 1), :task_id)"
 )
+
+
+def _claiming(task_id: str, more: dict[str, Kind]) -> Statement:
+    return Statement(
+        f"SELECT c.* FROM budget_claim(:root, :reservation, {task_id}, CAST(:nesting AS integer),"  # noqa: S608
+        " CAST(:retries AS integer), :worker, :boot, CAST(:pid AS integer), :late_ack, :rerun,"
+        " :inquires, :claim, CAST(:lease AS bigint), :limited, CAST(:most AS integer),"
+        " CAST(:within AS bigint), CAST(:ids AS uuid[]), CAST(:numbers AS integer[]),"
+        " CAST(:fences AS uuid[]), :who, :lock_ms) AS c",
+        {
+            "root": TEXT,
+            "reservation": UUID_,
+            "task_id": TEXT,
+            "nesting": INTEGER,
+            "retries": INTEGER,
+            "limited": BOOLEAN,
+            "most": INTEGER,
+            "within": BIGINT,
+            "ids": UUIDS,
+            "numbers": INTEGERS,
+            "fences": UUIDS,
+            **more,
+            **BEGUN,
+        },
+        {
+            "outcome": TEXT,
+            "attempt": INTEGER,
+            "elapsed_us": BIGINT,
+            "deadline_us": BIGINT,
+            "left_us": BIGINT,
+            "said": TEXT,
+            "payload": TEXT,
+            "unclosed": UUIDS,
+        },
+    )
+
+
+_CLAIM = _claiming(":task_id", {})
+_CLAIM_AS_SENT = _claiming(_AS_SENT, {"task_name": TEXT, "digest": TEXT, "compressed": TEXT})
 
 
 def claim(
@@ -146,7 +164,20 @@ def claim(
         **_of(closing),
         **begun(delivery, claim_id, lease_us, lock_ms),
     }
-    row = _CLAIM.one(connection, parameters)
+    if delivery.digest is None and delivery.task_name is None:
+        row = _CLAIM.one(connection, parameters)
+    elif clock.is_stable(connection):
+        # A distributed ledger takes the function to a node by values alone.
+        if not as_sent(connection, delivery):
+            return Missing(), [one[0] for one in closing]
+        row = _CLAIM.one(connection, parameters)
+    else:
+        compared = {
+            "task_name": delivery.task_name,
+            "digest": delivery.digest,
+            "compressed": COMPRESSED,
+        }
+        row = _CLAIM_AS_SENT.one(connection, {**parameters, **compared})
     return _answer(row, claim_id), row.unclosed
 
 

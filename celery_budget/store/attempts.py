@@ -6,6 +6,7 @@ what follows and stores the result. Every function locks the reservation first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from collections.abc import Collection, Mapping
@@ -59,11 +60,14 @@ from celery_budget.store.reservations import (
 )
 from celery_budget.store.schema import attempts, now_us, of_reservation, reservations
 from celery_budget.store.schema import outbox as messages
+from celery_budget.store.schema import parked as parked_requests
 
 __all__ = [
+    "COMPRESSED",
     "NOBODY",
     "UNCERTAIN",
     "Delivery",
+    "as_sent",
     "attempt_key",
     "claim",
     "close",
@@ -71,9 +75,11 @@ __all__ = [
     "extend",
     "follow",
     "has_returned",
+    "is_known",
     "note_answered",
     "of_reservation",
     "owned",
+    "owners_of",
     "renew",
     "run_again",
     "set_reservation",
@@ -99,6 +105,9 @@ class Delivery:
     :ivar rerun: whether another attempt follows where this one is lost; by default where it is
         acknowledged late.
     :ivar inquires: whether the task can tell, or undo, what a lost attempt has done.
+    :ivar task_name: the task that the message names; none where it is not to be compared.
+    :ivar digest: SHA-256 of the message's body in hex, as it came; none where it is not to be
+        compared. What is compressed is not.
     """
 
     root: str
@@ -112,6 +121,8 @@ class Delivery:
     pid: int | None = None
     rerun: bool | None = None
     inquires: bool = False
+    task_name: str | None = None
+    digest: str | None = None
 
     @property
     def reruns(self) -> bool:
@@ -143,13 +154,17 @@ def claim(
     does one whose deadline has passed, which is in quarantine only with ``retries``; where it has
     never run it is ``Closed``, and its result is to be told.
 
+    ``Missing`` also for a message that is not the one that the ledger has, see :func:`is_known`.
+
     Locks the reservation, so that deliveries of one message go one after another, and the balances
     of lines that are charged at the start; of all lines where the request ends. A claim that
     committed while the connection was lost is found again by its ``claim_id``.
     """
     root, reservation_id = delivery.root, delivery.reservation_id
-    row = lock(connection, root, reservation_id)
+    row = lock(connection, root, reservation_id, also=_sent(delivery))
     if row is None or row.task_id != delivery.task_id or row.nesting != delivery.nesting:
+        return Missing()
+    if not _as_sent(row, delivery):
         return Missing()
     current = connection.execute(
         sa.select(attempts, (attempts.c.lease_until_us > now_us()).label("alive")).where(
@@ -225,6 +240,65 @@ def _replay(row: sa.Row[Any], ended: sa.Row[Any], claim_id: uuid.UUID) -> Replay
     """Return that an attempt which has ended is to give its outcome again."""
     stored = StoredOutcome(str(ended.outcome), ended.payload)
     return Replay(ended.attempt, claim_id, stored, deadline_us=row.deadline_us)
+
+
+#: Of a stored message whose body is compressed, which a worker has without that.
+COMPRESSED = '"compression": "'
+
+
+def _sent(delivery: Delivery) -> list[sa.ColumnElement[Any]]:
+    """Return what the ledger has of the message that a delivery is of, where it is compared."""
+    if delivery.digest is None and delivery.task_name is None:
+        return []
+    mine = sa.and_(
+        messages.c.root == delivery.root,
+        messages.c.reservation_id == delivery.reservation_id,
+        messages.c.retries == delivery.retries,
+    )
+    return [
+        sa.select(column).where(mine).limit(1).scalar_subquery().label(f"sent_{column.name}")
+        for column in (messages.c.task_name, messages.c.body, messages.c.envelope)
+    ]
+
+
+def _as_sent(row: sa.Row[Any], delivery: Delivery) -> bool:
+    """Tell whether a delivery is of the message that the ledger has; also where it has none."""
+    if (delivery.digest is None and delivery.task_name is None) or row.sent_task_name is None:
+        return True
+    if delivery.task_name not in (None, row.sent_task_name):
+        return False
+    if delivery.digest is None or COMPRESSED in row.sent_envelope:
+        return True
+    return hashlib.sha256(row.sent_body).hexdigest() == delivery.digest
+
+
+def owners_of(connection: Connection, root: str, task_id: str) -> set[str]:
+    """Return whose requests have this task id, what is parked included. Locks nothing."""
+    found = [
+        sa.select(table.c.owner).where(table.c.root == root, table.c.task_id == task_id)
+        for table in (reservations, parked_requests)
+    ]
+    return set(connection.execute(sa.union(*found)).scalars())
+
+
+def as_sent(connection: Connection, delivery: Delivery) -> bool:
+    """Tell whether a delivery is of the very message that the ledger has. Locks nothing."""
+    row = connection.execute(sa.select(*_sent(delivery))).one()
+    return _as_sent(row, delivery)
+
+
+def is_known(connection: Connection, delivery: Delivery) -> bool:
+    """Tell whether a delivery that cannot claim names a request of its task. Locks nothing.
+
+    Then its message is another one than the ledger has: it was altered.
+    """
+    found = connection.execute(
+        sa.select(reservations.c.task_id, reservations.c.nesting).where(
+            reservations.c.root == delivery.root,
+            reservations.c.reservation_id == delivery.reservation_id,
+        )
+    ).first()
+    return found is not None and tuple(found) == (delivery.task_id, delivery.nesting)
 
 
 def _write_claim(
@@ -736,7 +810,7 @@ def renew(
         .where(
             attempts.c.root == root,
             attempts.c.lease_until_us.is_not(None),
-            sa.exists().where(
+            sa.exists(sa.text("1")).where(
                 mine.c.reservation_id == attempts.c.reservation_id,
                 mine.c.attempt == attempts.c.attempt,
             ),

@@ -206,7 +206,7 @@ def _take_plain() -> sa.Select[Any]:
         sa.func.row_number().over(order_by=place).label("number"),
         sa.func.sum(found.c.size).over(order_by=place).label("bytes"),
     ).subquery("numbered")
-    undecided = sa.exists().where(
+    undecided = sa.exists(sa.text("1")).where(
         sa.or_(found.c.order_key.is_not(None), found.c.told_until.is_not(None))
     )
     taken = (

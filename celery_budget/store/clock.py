@@ -14,11 +14,11 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from sqlalchemy import event
-from sqlalchemy.engine import Engine, make_url
+from sqlalchemy.engine import Connection, Engine, make_url
 
 from celery_budget.errors import ConfigurationError
 
-__all__ = ["MAKE", "follow", "lend", "read_stable", "standing_in", "watch"]
+__all__ = ["MAKE", "follow", "is_stable", "lend", "read_stable", "standing_in", "watch"]
 
 #: Makes the function, outside of any root. Its text must not be what statements are rewritten by.
 MAKE = (
@@ -55,6 +55,11 @@ def read_stable(engine: Engine) -> None:
     """Have the statements of an engine read the clock by ``budget_clock``."""
     if not event.contains(engine, _EXECUTE, _stable):
         event.listen(engine, _EXECUTE, _stable, retval=True)
+
+
+def is_stable(connection: Connection) -> bool:
+    """Tell whether a connection reads the clock so: its ledger is distributed."""
+    return event.contains(connection.engine, _EXECUTE, _stable)
 
 
 def follow(engine: Engine, other: Engine) -> None:

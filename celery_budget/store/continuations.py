@@ -535,7 +535,7 @@ def leaves_chord(connection: Connection, root: str, reservation_id: uuid.UUID) -
     missing. Locks nothing.
     """
     other = reservations.alias("other")
-    anew = sa.exists().where(
+    anew = sa.exists(sa.text("1")).where(
         other.c.root == root,
         other.c.task_id == reservations.c.task_id,
         other.c.reservation_id != reservations.c.reservation_id,

@@ -82,7 +82,7 @@ def prune(connection: Connection, root: str, kept_us: int, limit: int) -> int:
     locked. Returns how many there were.
     """
     before = instant() - kept_us
-    has_open_attempt = sa.exists().where(
+    has_open_attempt = sa.exists(sa.text("1")).where(
         attempts.c.root == root,
         attempts.c.reservation_id == effects.c.reservation_id,
         attempts.c.lease_until_us.is_not(None),

@@ -31,6 +31,7 @@ from celery_budget.errors import (
     StoreError,
 )
 from celery_budget.events import Logger
+from celery_budget.settings import shown
 from celery_budget.store import clock
 from celery_budget.store.prepared import Direct, is_direct
 from celery_budget.store.unready import Unready
@@ -538,7 +539,7 @@ class _Statement:
 
 
 def _shown(engine: Engine) -> str:
-    return engine.url.render_as_string(hide_password=True)
+    return shown(engine.url.render_as_string(hide_password=True))
 
 
 def _create_engine(
@@ -576,10 +577,17 @@ def _create_engine(
         engine = sa.create_engine(
             parsed.difference_update_query(["prepare_threshold"]),
             connect_args=arguments,
+            # They are messages and results, and an error's text is logged.
+            hide_parameters=True,
             **options,
         )
     except (exc.ArgumentError, exc.NoSuchModuleError, ImportError) as error:
         raise ConfigurationError(f"{setting} cannot be used: {error}; correct it") from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{setting} cannot be used: its port is no number, or a special character of its "
+            "password is not written as in URLs; write '%40' for '@'"
+        ) from error
     if engine.dialect.name == "sqlite":
         _prepare_sqlite(engine, lock_ms)
         return engine

@@ -242,7 +242,7 @@ def standing(connection: Connection, root: str, task_id: str) -> Standing | None
 
     Locks nothing.
     """
-    message = sa.exists().where(
+    message = sa.exists(sa.text("1")).where(
         outbox.c.root == root, outbox.c.reservation_id == reservations.c.reservation_id
     )
     last = sa.and_(attempts.of_reservation, attempts_table.c.attempt == reservations.c.attempts)

@@ -174,7 +174,7 @@ def last_of(connection: Connection, mine: sa.ColumnElement[bool]) -> sa.Row[Any]
     """
 
     def noted_in(table: sa.Table) -> sa.ColumnElement[bool]:
-        return sa.exists().where(
+        return sa.exists(sa.text("1")).where(
             table.c.root == reservations.c.root,
             table.c.task_id == reservations.c.task_id,
             table.c.reservation_id == reservations.c.reservation_id,

@@ -191,7 +191,7 @@ def suspect(connection: Connection, root: str, lease_us: int) -> bool:
         .where(
             attempts.c.root == root,
             is_open,
-            sa.exists().where(
+            sa.exists(sa.text("1")).where(
                 over.c.reservation_id == attempts.c.reservation_id,
                 over.c.attempt == attempts.c.attempt,
             ),

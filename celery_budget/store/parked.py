@@ -270,7 +270,7 @@ def over(connection: Connection, root: str, limit: int) -> list[sa.Row[Any]]:
 
     Locks nothing.
     """
-    running = sa.exists().where(
+    running = sa.exists(sa.text("1")).where(
         reservations.c.root == parked.c.root,
         reservations.c.reservation_id == parked.c.reservation_id,
         reservations.c.state == "running",

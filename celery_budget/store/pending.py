@@ -412,8 +412,10 @@ def settled(
             # What runs in place is at a host's process, not at a worker: Celery stores no result.
             attempts.c.worker.like("%@%"),
             sa.true() if age_us is None else reservations.c.ended_us > instant() - age_us,
-            ~sa.exists().where(untold.c.root == root, untold.c.task_id == reservations.c.task_id),
-            ~sa.exists().where(
+            ~sa.exists(sa.text("1")).where(
+                untold.c.root == root, untold.c.task_id == reservations.c.task_id
+            ),
+            ~sa.exists(sa.text("1")).where(
                 other.c.root == root,
                 other.c.task_id == reservations.c.task_id,
                 other.c.reservation_id != reservations.c.reservation_id,

@@ -251,7 +251,7 @@ def orphaned_lines(connection: Connection, root: str, limit: int) -> Rows:
         connection,
         sa.select(lines.c.reservation_id, lines.c.budget, lines.c.reserved, lines.c.settled).where(
             lines.c.root == root,
-            ~sa.exists().where(reservations.c.root == root, same_reservation(lines)),
+            ~sa.exists(sa.text("1")).where(reservations.c.root == root, same_reservation(lines)),
         ),
         limit,
     )
@@ -300,18 +300,18 @@ def unreachable(connection: Connection, root: str, limit: int) -> Rows:
     """
 
     def has(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ColumnElement[bool]:
-        return sa.exists().where(same_reservation(table), table.c.root == root, *where)
+        return sa.exists(sa.text("1")).where(same_reservation(table), table.c.root == root, *where)
 
     has_message, is_parked = has(outbox, outbox.c.state != "blocked"), has(parked)
     is_attempted = has(attempts, attempts.c.lease_until_us.is_not(None))
     running, planned = reservations.c.state == "running", reservations.c.state == "planned"
     before = reservations.alias("before")
-    open_attempt = sa.exists().where(
+    open_attempt = sa.exists(sa.text("1")).where(
         attempts.c.root == before.c.root,
         attempts.c.reservation_id == before.c.reservation_id,
         attempts.c.lease_until_us.is_not(None),
     )
-    follows = sa.exists().where(
+    follows = sa.exists(sa.text("1")).where(
         before.c.root == root,
         before.c.plan_id == reservations.c.plan_id,
         before.c.step < reservations.c.step,

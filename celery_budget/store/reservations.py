@@ -28,7 +28,7 @@ from celery_budget.store.batch import insert_lines, moved
 from celery_budget.store.declaring import not_ready
 from celery_budget.store.levels import levels_of
 from celery_budget.store.refusals import is_waived
-from celery_budget.store.schema import lines, now_us, reservations
+from celery_budget.store.schema import budgets, lines, now_us, reservations
 
 __all__ = [
     "CHANGING",
@@ -77,6 +77,7 @@ def lock(
     how: How = CHANGING,
     *,
     pass_by: bool = False,
+    also: Sequence[sa.ColumnElement[Any]] = (),
 ) -> sa.Row[Any] | None:
     """Return the reservation's row, locked until the transaction ends; none where there is none.
 
@@ -84,11 +85,14 @@ def lock(
 
     :param how: which other locks it goes with, on PostgreSQL.
     :param pass_by: return none as well where the lock cannot be had at once.
+    :param also: what else is read with it.
     """
     return connection.execute(
-        sa.select(reservations)
+        sa.select(reservations, *also)
         .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
-        .with_for_update(key_share=how.key_share, read=how.read, skip_locked=pass_by)
+        .with_for_update(
+            of=reservations, key_share=how.key_share, read=how.read, skip_locked=pass_by
+        )
     ).first()
 
 
@@ -101,6 +105,31 @@ def lines_of(connection: Connection, root: str, reservation_id: uuid.UUID) -> li
             .order_by(lines.c.line)
         )
     )
+
+
+def named_by(connection: Connection, root: str, reservation_id: uuid.UUID) -> dict[str, int]:
+    """Return the budgets that a reservation names, with what it has estimated, its owner first.
+
+    Not those that it draws on for being above another one of its own. One SELECT; locks nothing.
+    """
+    below = lines.alias("below")
+    above = (
+        sa.exists(sa.text("1"))
+        .where(
+            below.c.root == root,
+            below.c.reservation_id == reservation_id,
+            budgets.c.root == root,
+            budgets.c.name == below.c.budget,
+            budgets.c.parent == lines.c.budget,
+        )
+        .correlate(lines)
+    )
+    rows = connection.execute(
+        sa.select(lines.c.budget, lines.c.estimate)
+        .where(lines.c.root == root, lines.c.reservation_id == reservation_id, ~above)
+        .order_by(lines.c.line)
+    )
+    return {row.budget: row.estimate for row in rows}
 
 
 def write_lines(

@@ -156,12 +156,12 @@ def prune(connection: Connection, root: str, limit: int) -> int:
     Not where their run has not ended, or ended within their time. Locks what it deletes, and skips
     what is locked.
     """
-    counts = sa.exists().where(
+    counts = sa.exists(sa.text("1")).where(
         reservations.c.root == reuse.c.root,
         reservations.c.task_id == reuse.c.task_id,
         reservations.c.ended_us.is_(None) | (reservations.c.ended_us > instant() - reuse.c.kept_us),
     )
-    waits = sa.exists().where(
+    waits = sa.exists(sa.text("1")).where(
         parked_table.c.root == reuse.c.root, parked_table.c.task_id == reuse.c.task_id
     )
     gone = connection.execute(

@@ -61,7 +61,7 @@ LISTED = 1000
 #: How many refusals of other tries are listed.
 REFUSALS = 3
 
-#: What tells nothing to people, or belongs to the store alone.
+#: What tells nothing to people, belongs to the store alone, or to the application: payloads.
 _INTERNAL = (
     "body",
     "envelope",
@@ -72,6 +72,7 @@ _INTERNAL = (
     "boot_id",
     "taken_by",
     "request",
+    "value",
 )
 
 

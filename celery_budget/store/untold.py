@@ -137,7 +137,7 @@ def is_anothers(connection: Connection, root: str, seen: Untold) -> bool:
     since = sa.tuple_(other.c.created_us, other.c.reservation_id) > sa.tuple_(
         ended.c.created_us, ended.c.reservation_id
     )
-    of_another = sa.exists().where(
+    of_another = sa.exists(sa.text("1")).where(
         ended.c.root == root,
         ended.c.reservation_id == untold.c.reservation_id,
         other.c.root == root,

@@ -300,7 +300,7 @@ def _flag(
     if unmetered and not row.unmetered:
         flags["unmetered"] = True
     elif told and row.state not in TERMINAL:
-        flags["unmetered"] = sa.exists().where(
+        flags["unmetered"] = sa.exists(sa.text("1")).where(
             usage.c.root == row.root,
             usage.c.reservation_id == row.reservation_id,
             usage.c.assumed.is_not(None),

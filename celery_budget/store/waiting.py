@@ -79,7 +79,7 @@ def feeding(root: str, queue: Any) -> Any:
 
 def has_lanes(root: str) -> sa.ColumnElement[bool]:
     """Return what tells in a statement whether any queue is fed by a lane, as ``has_lanes``."""
-    return sa.exists().where(lane_queues.c.root == root).label("has_lanes")
+    return sa.exists(sa.text("1")).where(lane_queues.c.root == root).label("has_lanes")
 
 
 def lane_of(row: sa.Row[Any], queues: Collection[str]) -> Lane:

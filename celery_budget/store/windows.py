@@ -228,7 +228,7 @@ def spread(connection: Connection, root: str, name: str, stripes: int) -> None:
             lasting,
             balances.c.stripe >= rows,
             balances.c.entries == 0,
-            ~sa.exists().where(
+            ~sa.exists(sa.text("1")).where(
                 lines.c.root == root,
                 lines.c.budget == name,
                 lines.c.window_us == balances.c.window_us,
@@ -340,7 +340,7 @@ def _ending(root: str, horizon_us: int) -> sa.Select[Any]:
                 _is_used(balances),
                 sa.and_(balances.c.share.is_not(None), _any_row(root, balances, _is_used)),
             ),
-            ~sa.exists().where(
+            ~sa.exists(sa.text("1")).where(
                 following.c.root == root,
                 following.c.budget == balances.c.budget,
                 following.c.window_us >= balances.c.end_us,
@@ -401,7 +401,7 @@ def _any_row(
 ) -> sa.ColumnElement[bool]:
     """Tell whether something holds of any row of a window."""
     row = balances.alias("row")
-    return sa.exists().where(
+    return sa.exists(sa.text("1")).where(
         row.c.root == root,
         row.c.budget == of.c.budget,
         row.c.window_us == of.c.window_us,
@@ -421,8 +421,8 @@ def _prune_one(connection: Connection, root: str, name: str, window_us: int) -> 
             balances.c.entries == 0,
             balances.c.reserved == 0,
             balances.c.spent == 0,
-            ~sa.exists().where(of_window(lines)),
-            ~sa.exists().where(of_window(adjustments)),
+            ~sa.exists(sa.text("1")).where(of_window(lines)),
+            ~sa.exists(sa.text("1")).where(of_window(adjustments)),
         )
         .returning(balances.c.stripe)
     )

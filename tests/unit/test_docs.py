@@ -19,6 +19,7 @@ from celery_budget.integration.info import COMMAND
 from celery_budget.reconcile.kinds import STEPS
 from celery_budget.settings import PREFIX, Settings
 from celery_budget.store.migrate import VERSION_TABLE
+from celery_budget.store.roles import ROLES
 from celery_budget.store.schema import metadata
 from celery_budget.testing import plugin
 
@@ -78,6 +79,7 @@ def test_every_name_with_our_prefix_exists(page: Path) -> None:
         *attributes,
         *settings_keys(),
         *metadata.tables,
+        *(PREFIX + role for role in ROLES),
         *FUNCTIONS,
         *plugin.__all__,
         HEADER,

@@ -45,6 +45,10 @@ MADE: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "MissingExtra": (
         ("a price", "prices"), ["a price needs", "pip install 'celery-budget[prices]'"],
     ),
+    "NotAuthorized": (
+        ("shop.draft", ["tenant:acme", "lane"], "it raised KeyError"),
+        ["shop.draft", "'tenant:acme', 'lane'", "it raised KeyError", "with calling(...)"],
+    ),
     "ReservationExhausted": (
         ("tenant:acme", "tokens", 12, 10),
         ["12 tokens", "'tenant:acme'", "10 were", "usage.extend"],

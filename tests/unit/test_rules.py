@@ -251,6 +251,12 @@ WRONG: list[tuple[str, str, str, Facts]] = [
     ("max-connections", "warning", "some 103 connections", worker(concurrency=100)),
     ("spool", "error", "w@here: /s cannot be written", worker(spool_error="/s cannot be written")),
     ("spool", "warning", "here, s: no", replace(CLEAN, spool="s", spool_error="no")),
+    (
+        "authorize",
+        "error",
+        "cannot be imported",
+        replace(CLEAN, authorize_error="cannot be imported"),
+    ),
     ("on-alert", "error", "cannot be imported", replace(CLEAN, alert_error="cannot be imported")),
     ("prices", "warning", "m-1 at 2", replace(CLEAN, prices_differ=("m-1 at 2",))),
 ]

@@ -178,6 +178,17 @@ def _spool(facts: Facts) -> Iterator[Seen]:
 
 
 @rule(
+    "authorize",
+    "error",
+    "what is asked whether callers may draw can be called",
+    "nothing is admitted with a budget_authorize that cannot be called",
+    "set budget_authorize to 'module:name' of a function that takes a Draw",
+)
+def _authorize(facts: Facts) -> list[Seen]:
+    return [facts.authorize_error] if facts.authorize_error else []
+
+
+@rule(
     "on-alert",
     "error",
     "what is called with alerts can be called",
