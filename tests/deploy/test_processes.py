@@ -180,7 +180,11 @@ def test_a_request_goes_through_all_of_them(deployment: Deployment) -> None:
             )
     assert httpx.get(look, trust_env=False).status_code == 401
     # As a stop of the project does; a worker ends warmly.
-    assert {name: deployment.stop(name) for name in started} == dict.fromkeys(started, 0)
+    ended = {name: deployment.stop(name) for name in started}
+    # Newer releases of uvicorn end in good order, and then by the signal.
+    assert ended.pop("api") in (0, -signal.SIGTERM)
+    assert "Application shutdown complete" in deployment.log("api")
+    assert ended == dict.fromkeys(ended, 0)
 
 
 def spent(overview: Any) -> int:
