@@ -1,0 +1,93 @@
+"""The commonest request, written by one statement: what changes while it waits is obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import pytest
+import sqlalchemy as sa
+
+from celery_budget.core.identity import new_id
+from celery_budget.core.reservations import Refused, Reserved
+from celery_budget.store import schema
+from celery_budget.store.balances import Key, lock_balances
+from tests.contract.racers import Beside, wait_for_waiting
+from tests.contract.support import Ledger
+
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.parametrize("store_url", ["postgresql"], indirect=True, scope="session"),
+]
+
+
+def ids() -> Iterator[UUID]:
+    """Ids of requests that do not note whether they had to wait: those go another way."""
+    while True:
+        one = new_id()
+        if one.bytes[15] & 7:
+            yield one
+
+
+def plain(ledger: Ledger, amount: int) -> Any:
+    return replace(ledger.request(amount), reservation_id=next(ids()))
+
+
+def waiting(ledger: Ledger, request: Any, **change: Any) -> Any:
+    """What a request hears that waits for the balance while its budget is changed."""
+    key = Key("b", ledger.windows("b")[-1][0])
+    b = schema.budgets
+    with ledger.store.transaction() as holder:
+        lock_balances(holder, ledger.root, [key])
+        beside = Beside(lambda: ledger.admit(request))
+        wait_for_waiting(ledger.store)
+        with ledger.store.transaction() as connection:
+            changed = sa.update(b).where(b.c.root == ledger.root, b.c.name == "b").values(**change)
+            assert connection.execute(changed).rowcount == 1
+    return beside.result()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"limit_amount": 14}, {"soft_stop": 100_000, "hard_stop": 100_000}, {"state": "frozen"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_is_changed_while_it_waits_is_obeyed(funded: Ledger, change: dict[str, Any]) -> None:
+    funded.reserve(5)
+    request = plain(funded, 10)
+    assert not isinstance(waiting(funded, request, **change), Reserved)
+    assert funded.balance() == (5, 0)
+    for table in ("reservations", "lines", "outbox", "journal"):
+        assert not funded.rows(table, reservation_id=request.reservation_id)
+    # The numbers of the journal's entries have no gap.
+    numbers = sorted(row.entry for row in funded.rows("journal", budget="b"))
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    with funded.store.snapshot() as connection:
+        at = schema.balances.c.entries
+        entries = connection.execute(sa.select(at).where(schema.balances.c.budget == "b")).scalar()
+    assert entries == numbers[-1]
+
+
+def test_what_stays_within_the_new_limit_is_admitted(funded: Ledger) -> None:
+    funded.reserve(5)
+    request = plain(funded, 10)
+    heard = waiting(funded, request, limit_amount=15)
+    assert heard == Reserved(request.reservation_id)
+    assert funded.balance() == (15, 0)
+
+
+def test_what_is_taken_while_it_waits_is_taken(funded: Ledger) -> None:
+    funded.conserved = False  # what is taken here has no line
+    request = plain(funded, 50)
+    key = Key("b", funded.windows("b")[-1][0])
+    c = schema.balances
+    with funded.store.transaction() as holder:
+        lock_balances(holder, funded.root, [key])
+        beside = Beside(lambda: funded.admit(request))
+        wait_for_waiting(funded.store)
+        taken = sa.update(c).where(c.c.root == funded.root, c.c.budget == "b")
+        holder.execute(taken.values(spent=c.c.spent + 60))
+    assert isinstance(beside.result(), Refused)
+    assert funded.balance() == (0, 60)
