@@ -172,7 +172,7 @@ class Sender:
             elif option in _SAY_WHERE and type(value) in _PLAIN:
                 # One and true are not the same, where they are written.
                 key += (option, type(value), value)
-            elif option != "headers":
+            elif option != "headers" and not (option == "compression" and value is None):
                 return None
         return tuple(key)
 
@@ -187,7 +187,7 @@ class Sender:
         """Keep what the sender said, where it added nothing to this very message."""
         said = record.envelope
         properties = {**message.properties, "delivery_mode": said.properties.get("delivery_mode")}
-        if said.headers != message.headers or said.properties != properties:
+        if said.properties != properties or "compression" in said.headers:
             return
         if len(self._kept) >= _MOST_KEPT:
             self._kept.clear()

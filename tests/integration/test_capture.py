@@ -10,6 +10,9 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery, signals, states
+from celery.utils.saferepr import saferepr
+from hypothesis import given
+from hypothesis import strategies as st
 from kombu import Connection, Exchange, Queue, binding
 from kombu.transport.native_delayed_delivery import (
     bind_queue_to_native_delayed_delivery_exchange,
@@ -18,12 +21,24 @@ from kombu.transport.native_delayed_delivery import (
 from redis import Redis
 
 from celery_budget import budgeted
+from celery_budget.integration.reprs import short_repr
 from celery_budget.store import schema
 from tests.cluster import eventually
 from tests.integration.support import Shop, make_app, received, reservation_of
 from tests.integration.wire import stop_clock, view
 
 NAME = "captured.draft"
+#: What arguments are made of.
+_WRITTEN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=12),
+    st.binary(max_size=3),
+    st.decimals(),
+    st.lists(st.integers(), max_size=2),
+)
 NOW = datetime.now(timezone.utc)
 QUEUES = [
     Queue("plain", Exchange("plain"), routing_key="plain"),
@@ -152,27 +167,112 @@ def one_message(app: Celery) -> Any:
     return found[0]
 
 
+#: Calls of which Celery's sender is asked each time: what they give is more than where they go.
+ASKED_EACH_TIME = frozenset(
+    (
+        "expires in",
+        "expires at",
+        "countdown and expires",
+        "exchange object",
+        "zlib",
+        "bzip2",
+        "pickle and zlib",
+        "stamps",
+        "retry policy",
+        "bindings",
+        "message properties",
+    )
+)
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_the_published_message_is_celerys(sides: Any, call: str) -> None:
+def test_the_published_message_is_celerys(
+    sides: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (plain, after), (draft, budgeted_after), shop = sides
-    task_id = str(uuid4())
-    plain.apply_async(task_id=task_id, **CALLS[call](after))
-    direct = one_message(plain.app)
-    draft.apply_async(task_id=task_id, **CALLS[call](budgeted_after))
-    shop.make_due()
-    assert shop.relay().published == 1
-    relayed = one_message(shop.app)
-    assert reservation_of(relayed) is not None
-    expected, found = view(direct), view(relayed)
-    if call.startswith("date"):
-        # Two calls, two random arguments; everything else is compared.
-        for one in (expected, found):
-            del one["body"], one["headers"]["argsrepr"], one["headers"]["kwargsrepr"]
-    assert found == expected
-    if "expiration" in direct.properties:
-        left = [int(message.properties["expiration"]) for message in (direct, relayed)]
-        # The direct one was made by the clock of when the tests were collected.
-        assert 0 <= left[0] - left[1] < 3_600_000
+    sender = shop.app.amqp.send_task_message._sender
+    asked: list[str] = []
+    send = sender.send
+    monkeypatch.setattr(sender, "send", lambda *args, **kw: (asked.append(call), send(*args, **kw)))
+    # What Celery's sender says of the first is kept for the second.
+    for asked_before in (1, 2 if call in ASKED_EACH_TIME else 1):
+        task_id = str(uuid4())
+        plain.apply_async(task_id=task_id, **CALLS[call](after))
+        direct = one_message(plain.app)
+        draft.apply_async(task_id=task_id, **CALLS[call](budgeted_after))
+        shop.make_due()
+        assert shop.relay().published == 1
+        relayed = one_message(shop.app)
+        assert reservation_of(relayed) is not None
+        expected, found = view(direct), view(relayed)
+        if call.startswith("date"):
+            # Two calls, two random arguments; everything else is compared.
+            for one in (expected, found):
+                del one["body"], one["headers"]["argsrepr"], one["headers"]["kwargsrepr"]
+        assert found == expected
+        if "expiration" in direct.properties:
+            left = [int(message.properties["expiration"]) for message in (direct, relayed)]
+            # The direct one was made by the clock of when the tests were collected.
+            assert 0 <= left[0] - left[1] < 3_600_000
+        assert len(asked) <= asked_before
+    assert call not in ASKED_EACH_TIME or len(asked) == 2
+
+
+def test_a_queue_that_was_changed_is_asked_for_again(shop: Shop, draft: Any) -> None:
+    shop.budget.set("tenant:a", limit=None)
+    queue = Queue("changing", Exchange("changing"), routing_key="changing")
+    draft.apply_async(queue=queue)
+    queue.exchange.type = "topic"
+    draft.apply_async(queue=queue)
+    first, second = (json.loads(row.envelope) for row in shop.rows(schema.outbox))
+    assert (first["exchange"], second["exchange"]) == ("", "changing")
+
+
+def test_receivers_that_come_later_are_heard(shop: Shop, draft: Any) -> None:
+    shop.budget.set("tenant:a", limit=None)
+    draft.delay()
+
+    @signals.before_task_publish.connect(sender=NAME)
+    def add(headers: Any, **_: Any) -> None:
+        headers["seen"] = "yes"
+
+    draft.delay()
+    seen = [json.loads(row.envelope)["headers"].get("seen") for row in shop.rows(schema.outbox)]
+    assert seen == [None, "yes"]
+
+
+def test_what_the_configuration_compresses_is_compressed_each_time(
+    make_shop: Callable[..., Shop],
+) -> None:
+    shop = make_shop(task_compression="zlib")
+    draft = budgeted(budget="tenant:{tenant}", estimate=1)(tasks(shop.app)[0])
+    bodies = set()
+    for _ in (1, 2):
+        draft.delay("x" * 500)
+    for row in shop.rows(schema.outbox):
+        assert json.loads(row.envelope)["headers"]["compression"] == "application/x-gzip"
+        bodies.add(row.body)
+    assert len(bodies) == 1
+    assert len(bodies.pop()) < 100
+
+
+@given(
+    st.one_of(
+        st.lists(_WRITTEN, max_size=5),
+        st.lists(_WRITTEN, max_size=5).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=8), st.integers()), _WRITTEN, max_size=5),
+    ),
+    st.integers(10, 40),
+)
+def test_short_arguments_are_written_as_celery_does(arguments: Any, limit: int) -> None:
+    written = short_repr(arguments, limit)
+    assert written is None or written == saferepr(arguments, limit)
+
+
+def test_simple_arguments_are_written_without_celerys_help() -> None:
+    assert short_repr((5, "it's"), 1024) == "(5, 'it\\'s')"
+    assert short_repr({"tenant": "a", "size": 1.5}, 1024) == "{'tenant': 'a', 'size': 1.5}"
+    assert short_repr(([1],), 1024) is None
 
 
 @pytest.mark.parametrize("call", ["plain", "countdown", "priority", "zlib", "links", "topic"])

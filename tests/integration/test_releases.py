@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Task
 from celery.worker import request as requests
 from celery.worker import state
 from kombu.transport.redis import Channel
@@ -95,3 +96,24 @@ def test_celery_has_what_a_cancellation_without_a_retry_is_made_of() -> None:
     """Each is called or set by name, past Celery, where it cannot be asked."""
     announced = requests.Request._announce_cancelled.__code__.co_names
     assert {"task_ready", "send_event", "_already_cancelled"} <= set(announced)
+
+
+def test_a_task_that_has_returned_is_told_from_one_that_runs(
+    make_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before Celery 5.7, which says of itself what it publishes."""
+    monkeypatch.delattr("celery.app.amqp._callback_publish_retry", raising=False)
+    shop, seen = make_shop(), []
+
+    class Plain(Task):
+        name = "releases.plain"
+
+        def run(self) -> None:
+            seen.append(releases.publishes_what_follows())
+
+        def on_success(self, *args: object) -> None:
+            seen.append(releases.publishes_what_follows())
+
+    shop.app.register_task(Plain()).apply()
+    assert seen == [False, True]
+    assert not releases.publishes_what_follows()
