@@ -136,7 +136,7 @@ class Sender:
         """
         key = self._key(producer, message, options)
         kept = None if key is None else self._kept.get(key)
-        if kept is not None and all(declaration(one) is said for one, said in kept.declared):
+        if kept is not None and all(declaration(one) == said for one, said in kept.declared):
             take(self._as_before(kept, message, options, order_key))
             return None
         first = True
@@ -186,7 +186,11 @@ class Sender:
     ) -> None:
         """Keep what the sender said, where it added nothing to this very message."""
         said = record.envelope
-        properties = {**message.properties, "delivery_mode": said.properties.get("delivery_mode")}
+        # Celery's sender has put the options among those that the message came with.
+        properties = {
+            name: value for name, value in message.properties.items() if name not in _SAY_WHERE
+        }
+        properties["delivery_mode"] = said.properties.get("delivery_mode")
         if said.properties != properties or "compression" in said.headers:
             return
         if len(self._kept) >= _MOST_KEPT:

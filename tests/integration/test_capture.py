@@ -177,7 +177,6 @@ ASKED_EACH_TIME = frozenset(
         "zlib",
         "bzip2",
         "pickle and zlib",
-        "stamps",
         "retry policy",
         "bindings",
         "message properties",
