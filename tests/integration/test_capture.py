@@ -178,7 +178,6 @@ ASKED_EACH_TIME = frozenset(
         "bzip2",
         "pickle and zlib",
         "retry policy",
-        "bindings",
         "message properties",
     )
 )
