@@ -56,7 +56,10 @@ def check(command: str) -> None:
     if not words:
         return
     program, *rest = words
-    if program == "celery":
+    if program == "eval" or words[:2] == ["sh", "-c"]:
+        # What is in it, or what it gets from.
+        check(rest[-1].removeprefix("$(").removesuffix(")"))
+    elif program == "celery":
         _celery(rest)
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)

@@ -40,6 +40,8 @@ BUDGETS = {"org": "tokens", "acme": "tokens", "free": "tokens", "paid": "tokens"
 _TASK = re.compile(r"\bTASK_ID\b|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 #: A provider's invoice, as docs/reconcile.md has its columns.
 BILL = "Date,SKU,Fresh,Cached,Out,USD\n2026-11-01,gpt-4o-mini,10,2,5,0.01\n"
+#: Pages that tests of their own go through as a whole.
+AS_A_WHOLE = ("tutorial.md", "migrate-from-celery.md")
 #: What serves until it is stopped.
 SERVES = (["relay"], ["dashboard"])
 
@@ -65,8 +67,8 @@ def main() -> None:
 
 
 def runs(block: Block) -> bool:
-    """Tell whether a block is run here; the tutorial is by its own test, as a whole."""
-    return block.language in SHELL and not block.marked and block.page.name != "tutorial.md"
+    """Tell whether a block is run here."""
+    return block.language in SHELL and not block.marked and block.page.name not in AS_A_WHOLE
 
 
 def run(blocks: list[Block], folder: Path, empty: Path) -> None:
@@ -103,7 +105,8 @@ def do(app: Celery, line: str) -> str | None:
         return None
     if words[:2] != ["celery", "-A"] or words[3] != "budget":
         return None
-    rest = words[4:]
+    # What takes its output is another's.
+    rest = words[4 : words.index("|")] if "|" in words else words[4:]
     if rest[:1] in SERVES and "--health" not in rest:
         return None
     with _terminal() as said, pytest.raises(SystemExit) as ended:
