@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery
 from celery._state import _task_stack
+from celery.app.task import Context
 
 from celery_budget.core.budgets import check_name
 from celery_budget.core.identity import new_id
@@ -50,6 +51,9 @@ HEADER = "budget_reservation"
 
 #: What a worker adds to the headers of a message it has received: SHA-256 of its body, in hex.
 DIGEST = "budget_digest"
+# What a request does not know by itself Celery takes for a header of the message, which a retry
+# sends again.
+setattr(Context, DIGEST, None)
 
 #: Identifies this process and the children it forks: the worker's main process and its pool.
 BOOT_ID = new_id()
