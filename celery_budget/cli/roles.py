@@ -27,11 +27,12 @@ __all__ = ["roles"]
 )
 @click.pass_context
 def roles(ctx: click.Context, prefix: str, templates: bool) -> None:
-    """Print SQL that gives each kind of process what it needs of the ledger, and nothing else.
+    """Print SQL of least-privilege roles for the ledger.
 
-    Roles without a login, for callers, workers, relays, reporters and admins, on PostgreSQL. Run it
-    as who owns the tables, after 'budget init' and again after each upgrade, and make the users of
-    your processes members of them. Changes nothing itself.
+    They give each kind of process what it needs, and nothing else: roles without a login, for
+    callers, workers, relays, reporters and admins, on PostgreSQL. Run it as who owns the tables,
+    after 'budget init' and again after each upgrade, and make the users of your processes members
+    of them. Changes nothing itself.
 
     \b
     Examples:

@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 
 from celery_budget import CeleryBudget, budgeted, errors, usage
+from celery_budget.core.declarations import tomllib
 from celery_budget.testing import Clock, in_memory
 from tests.docs.pages import ROOT
 
@@ -219,8 +220,11 @@ def test_the_text_is_what_comes(text: str, shop_of_page: Shop) -> None:
 
 
 def test_every_text_comes_from_a_call() -> None:
-    # The other way to say that the tables do not fit is of a ledger that is newer.
-    assert {*texts()} - {*PRODUCED} - {*ELSEWHERE} == {"the ledger's schema is at version"}
+    # What the catalogue has is raised by the test of that.
+    catalogue = ROOT / "tests" / "integration" / "catalogue.toml"
+    raised = [one["text"] for one in tomllib.loads(catalogue.read_text("utf-8"))["error"]]
+    left = {*texts()} - {*PRODUCED} - {*ELSEWHERE}
+    assert {text for text in left if not any(text in one for one in raised)} == set()
 
 
 @pytest.mark.parametrize("text", sorted(ELSEWHERE))

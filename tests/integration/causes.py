@@ -136,6 +136,11 @@ def nobody_made_the_budget(scene: Scene) -> None:
 
 
 @cause
+def a_budget_of_somebody_else(scene: Scene) -> None:
+    declared(scene.shop, authorize=lambda draw: draw.caller == "a").delay()
+
+
+@cause
 def one_id_for_two_requests(scene: Scene) -> None:
     draft = declared(scene.shop, lambda *text: None, estimate=1)
     for text in "ab":
