@@ -102,7 +102,7 @@ class BudgetGroup(DYMGroup):
         except BudgetError as error:
             raise click.ClickException(sentence(called(ctx, str(error)))) from error
         except click.UsageError as error:
-            told = " ".join(error.format_message().split())
+            told = " ".join(error.format_message().split()).removesuffix(".")
             command = (error.ctx or ctx).command_path
             raise WrongUse(sentence(f"{told} (see '{command} --help')")) from error
         except click.ClickException as error:

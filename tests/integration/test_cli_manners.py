@@ -84,7 +84,7 @@ def piped(project: Path, *args: str, **variables: str) -> subprocess.CompletedPr
             "see that its server runs",
         ),
         ({"imports": ["no_such_module"]}, ["list"], 1, "correct imports="),
-        ({}, ["completion", "tcsh"], 2, "is not one of 'bash', 'zsh', 'fish'"),
+        ({}, ["completion", "tcsh"], 2, "is not one of 'bash', 'zsh', 'fish' (see"),
     ],
 )
 def test_an_error_is_one_line(
