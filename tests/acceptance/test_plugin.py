@@ -41,6 +41,14 @@ def test_the_page_s_own_tests_pass(project: pytest.Pytester) -> None:
     done.assert_outcomes(passed=wanted)
 
 
+def test_each_block_of_the_page_is_a_file_of_its_own(project: pytest.Pytester) -> None:
+    _, _, *tests, _, _ = (text for _, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")))
+    project.makepyfile(**{f"test_block_{place}": text for place, text in enumerate(tests)})
+    files = [f"test_block_{place}.py" for place in range(len(tests))]
+    done = project.runpytest_subprocess("-q", *files)
+    done.assert_outcomes(passed="".join(tests).count("def test_"))
+
+
 def test_what_fails_says_what_there_is(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_wrong="""
