@@ -446,6 +446,8 @@ class Attempt:
             self.exhausted[over.unit] = ReservationExhausted(
                 over.budget, over.unit, over.used, over.reserved
             )
+            # It may have been admitted elsewhere, or before, where nothing was enforced.
+            self.stop_at_hold = self.stop_at_hold and self._is_enforced()
         self.check_hold()
         return isinstance(outcome, Recorded), outcome.units
 
@@ -480,6 +482,13 @@ class Attempt:
         if caller is not None:
             return caller.run(usage.remaining, *of)
         return self.store.wait_out_reading(self.stop, usage.remaining, *of)
+
+    def _is_enforced(self) -> bool:
+        of = (self.root, self.reservation_id)
+        caller = self._caller()
+        if caller is not None:
+            return caller.run(usage.is_enforced, *of)
+        return self.store.wait_out_reading(self.stop, usage.is_enforced, *of)
 
     def is_cancelled(self) -> bool:
         """Tell whether the request was cancelled; see :func:`celery_budget.usage.cancelled`."""

@@ -109,6 +109,8 @@ def _refusal(rule: Authorize, draw: Draw) -> str | None:
             if close is not None:
                 close()
             return "it has answered with something to be awaited"
+        if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+            return "it has answered with a generator"
         return None if answer else "refused"
     except NotAuthorized:
         raise

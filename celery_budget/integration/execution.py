@@ -295,7 +295,8 @@ def _claim_reserved(
         os.getpid(),
         bool(task.acks_late or retries_on_worker_lost(task)) and losses.may_rerun,
         losses.inquires,
-        None if digest is None else task.name,
+        # As the message says it: a worker may know a task by several names.
+        None if digest is None else str(getattr(request, "task", None) or task.name),
         digest,
     )
     claimed: Any = undisturbed(

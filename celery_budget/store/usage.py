@@ -44,6 +44,7 @@ from celery_budget.store.tallies import taken_out
 
 __all__ = [
     "extend",
+    "is_enforced",
     "is_unmetered",
     "record",
     "recorded",
@@ -170,6 +171,18 @@ def remaining(
     """
     _, metered = _metered(lines_of(connection, root, reservation_id), unit)
     return max(0, min(int(line.reserved - line.used) for line in metered))
+
+
+def is_enforced(connection: Connection, root: str, reservation_id: uuid.UUID) -> bool:
+    """Tell whether a request was admitted under enforcement, which it keeps; locks nothing."""
+    return (
+        connection.execute(
+            sa.select(reservations.c.enforced).where(
+                reservations.c.root == root, reservations.c.reservation_id == reservation_id
+            )
+        ).scalar()
+        is not False
+    )
 
 
 def _drawn_on(of: Lines, used: Used) -> dict[str, tuple[int, Lines]]:

@@ -188,6 +188,14 @@ async def later(draw: Draw) -> bool:
     return True
 
 
+def yields(draw: Draw) -> Any:
+    yield False
+
+
+async def yields_later(draw: Draw) -> Any:
+    yield False
+
+
 def answers_later(draw: Draw) -> Any:
     return later(draw)
 
@@ -201,6 +209,8 @@ def answers_later(draw: Draw) -> Any:
         (fail(SystemExit(3)), "it raised SystemExit"),
         (fail(Exit("s3cret")), "it raised Exit"),
         (answers_later, "it has answered with something to be awaited"),
+        (yields, "it has answered with a generator"),
+        (yields_later, "it has answered with a generator"),
     ],
 )
 def test_what_is_no_yes_is_a_no(

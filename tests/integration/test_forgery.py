@@ -123,6 +123,27 @@ def test_a_compressed_message_runs_and_another_task_does_not(shop: Shop) -> None
     assert ran == [("a", "")]
 
 
+def test_a_renamed_task_is_known_by_its_old_name(shop: Shop) -> None:
+    """Messages that were sent before a task was renamed come to its alias; it may try again."""
+    message = sent(shop)
+
+    def renamed(self: Any, tenant: str, text: str = "") -> None:
+        ran.append((self.name, tenant, self.request.retries))
+        if self.request.retries == 0:
+            raise self.retry(countdown=0)
+
+    task = shop.app.task(name="forged.renamed", bind=True, shared=False)(renamed)
+    budgeted(budget="tenant:{tenant}", estimate=4)(task)
+    shop.app.tasks["forged.draft"] = shop.app.tasks["forged.renamed"]
+    delivered(shop, message)
+    shop.make_due()
+    shop.relay()
+    [again] = shop.received()
+    delivered(shop, again)
+    assert ran == [("forged.renamed", "a", 0), ("forged.renamed", "a", 1)]
+    assert shop.amounts("tenant:a") == (0, 4, 6)
+
+
 def test_another_tenants_reservation_pays_for_nothing(shop: Shop) -> None:
     """A message with the reservation of another request is admitted by what it asks itself."""
     theirs, mine = sent(shop, "b"), sent(shop, "a")

@@ -18,6 +18,7 @@ from celery_budget.store import schema
 from tests.apps import steps
 from tests.cluster import WAIT, Cluster
 from tests.integration.commands import Run, runner
+from tests.integration.delivering import delivered
 from tests.integration.support import Shop, current
 from tests.integration.tenant import Tenant
 
@@ -218,6 +219,32 @@ def test_turned_on_it_refuses_from_then_on(either: dict[str, str], make_shop: An
         declare(on).delay(1)
     assert reserved(on) == 11
     assert on.budget.reconcile().ok
+
+
+@pytest.mark.parametrize("admitting", [False, True])
+def test_what_was_admitted_before_is_not_stopped_at_its_hold(
+    either: dict[str, str], make_shop: Any, admitting: bool
+) -> None:
+    """By a worker that enforces: it goes on as it was admitted."""
+    caller = make_shop(**either, budget_enforce=admitting)
+    worker = make_shop(init=False, **either)
+    went_on = []
+
+    def over(size: int = 4) -> None:
+        usage.record(size + 1)
+        usage.check()
+        went_on.append(size)
+
+    for shop in (caller, worker):
+        budgeted(budget="tenant:a", estimate=4, stop_at_hold=True)(
+            shop.app.task(name="shadow.over", shared=False)(over)
+        )
+    caller.task("shadow.over").delay()
+    caller.relay()
+    [message] = caller.received()
+    delivered(worker, message)
+    assert went_on == ([] if admitting else [4])
+    assert worker.amounts("tenant:a") == (0, 5, 5)
 
 
 def test_it_is_told(off: Shop, run: Run, caplog: pytest.LogCaptureFixture) -> None:
