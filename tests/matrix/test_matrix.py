@@ -115,6 +115,24 @@ def test_a_cell_is_well_where_tests_were_run_and_none_failed(
     assert (result.passed, len(result.failed), bool(result.problem)) == expected
 
 
+def test_what_passes_alone_is_named_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = tmp_path / "once"
+    source = f"""
+from pathlib import Path
+def test_a(): pass
+def test_b():
+    again = Path({str(once)!r}).exists()
+    Path({str(once)!r}).touch()
+    assert again
+"""
+    result = a_cell(tmp_path, monkeypatch, source).run("0")
+    assert (result.passed, result.failed, result.problem) == (2, (), "")
+    assert "passed alone: " in result.what
+    assert "test_b" in result.what
+
+
 def test_what_cannot_be_installed_is_a_failure(tmp_path: Path) -> None:
     cell = OnPython("it", tmp_path / "it", (3, 98), tmp_path / "none", "oldest")
     assert cell.run("0").problem.startswith("not installed: ")
