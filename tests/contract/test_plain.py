@@ -1,4 +1,4 @@
-"""The commonest request, written by one statement: what changes while it waits is obeyed."""
+"""The commonest request: what changes while it waits is obeyed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_what_is_changed_while_it_waits_is_obeyed(funded: Ledger, change: dict[s
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     with funded.store.snapshot() as connection:
         at = schema.balances.c.entries
-        entries = connection.execute(sa.select(at).where(schema.balances.c.budget == "b")).scalar()
+        of = (schema.balances.c.root == funded.root, schema.balances.c.budget == "b")
+        entries = connection.execute(sa.select(at).where(*of)).scalar()
     assert entries == numbers[-1]
 
 
