@@ -164,7 +164,8 @@ class OnPython(Cell):
         return python
 
     def _selection(self) -> Sequence[str]:
-        return ESSENTIALS
+        # Of the one environment that has all there is, linters too.
+        return (*ESSENTIALS, "--ignore=tests/unit/test_dependencies.py")
 
     def _what(self, python: Path) -> str:
         asked = (
