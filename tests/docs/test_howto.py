@@ -361,4 +361,4 @@ def test_celery_publishes_whatever_a_receiver_of_its_signal_raises(tmp_path: Pat
 
 @pytest.mark.parametrize("page", sorted(HOWTO.glob("*.md")), ids=lambda page: page.stem)
 def test_every_how_to_shows_how(page: Path) -> None:
-    assert any(block.language in {"python", "console", "yaml"} for block in blocks_of(page))
+    assert any(block.language in {"python", "console", "sh", "yaml"} for block in blocks_of(page))
