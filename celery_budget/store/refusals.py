@@ -57,31 +57,14 @@ def note_refusals(
 
     A repeat of the same call, after a lost answer, is not counted again.
     """
-    lent = is_lent(connection)
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for request, outcome in refused:
-        row = _row(
-            root,
-            request.reservation_id,
-            outcome.budget,
-            outcome.reason,
-            request.stage,
-            request.task_name,
-            outcome.requested,
-        )
-        if lent:
-            some = int.from_bytes(request.reservation_id.bytes[-2:], "big")
-            row["slot"] = SLOTS + some % LENT_SLOTS
-        row |= {
-            "limit_amount": outcome.limit,
-            "reserved": outcome.reserved,
-            "spent": outcome.spent,
-        }
-        key = row["budget"], row["stage"], row["reason"], row["slot"]
-        if key in rows:
-            row["count"] += rows[key]["count"]
-        rows[key] = row
-    _write(connection, [rows[key] for key in sorted(rows)])
+    _count(
+        connection,
+        root,
+        [
+            (request.reservation_id, request.stage, request.task_name, outcome)
+            for request, outcome in refused
+        ],
+    )
 
 
 def note_waived(
@@ -103,22 +86,42 @@ def note_waived(
             .where(reservations.c.root == root, reservations.c.reservation_id == reservation_id)
             .values(waived=json.dumps(told))
         )
+    _count(
+        connection,
+        root,
+        [
+            # A retry of the same request counts anew.
+            (new_id(), stage, task_name, refused)
+            for _, stage, task_name, refused in waived
+            if isinstance(refused, Refused)
+        ],
+        waived=True,
+    )
+
+
+def _count(
+    connection: Connection,
+    root: str,
+    refused: Sequence[tuple[uuid.UUID, str, str, Refused]],
+    *,
+    waived: bool = False,
+) -> None:
+    """Count refusals, each by an id of its own, with its stage and task.
+
+    :param waived: whether their requests were admitted; then what they asked for is added up too.
+    """
     lent = is_lent(connection)
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for _, stage, task_name, refused in waived:
-        if not isinstance(refused, Refused):
-            continue
-        reason = f"{WAIVED}{refused.reason}"
-        # A retry of the same request counts anew.
-        noted = new_id()
-        row = _row(root, noted, refused.budget, reason, stage, task_name, refused.requested)
+    for refusal_id, stage, task_name, outcome in refused:
+        reason = f"{WAIVED}{outcome.reason}" if waived else outcome.reason
+        row = _row(root, refusal_id, outcome.budget, reason, stage, task_name, outcome.requested)
         if lent:
-            row["slot"] = SLOTS + int.from_bytes(noted.bytes[-2:], "big") % LENT_SLOTS
+            row["slot"] = SLOTS + int.from_bytes(refusal_id.bytes[-2:], "big") % LENT_SLOTS
         row |= {
-            "limit_amount": refused.limit,
-            "reserved": refused.reserved,
-            "spent": refused.spent,
-            "amount": refused.requested,
+            "limit_amount": outcome.limit,
+            "reserved": outcome.reserved,
+            "spent": outcome.spent,
+            "amount": outcome.requested if waived else 0,
         }
         key = row["budget"], row["stage"], row["reason"], row["slot"]
         if key in rows:

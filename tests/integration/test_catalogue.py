@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ from typing import Any
 import pytest
 
 from celery_budget import errors
+from celery_budget.core.declarations import tomllib
 from celery_budget.errors import BudgetError
 from tests.integration.causes import CAUSES, Scene
 from tests.integration.support import Shop
 from tests.messages import JARGON, REMEDY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
