@@ -14,8 +14,10 @@ from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 import pytest
+from celery import _state
 from hypothesis import settings
 
+from celery_budget.integration.task import BudgetedFunction
 from tests.cluster import Cluster
 from tests.crash.seeds import seed
 from tests.services import pgbouncer, postgres, rabbitmq, redis
@@ -110,6 +112,29 @@ def _own(make: Callable[[], Owned], how_to_get: str) -> Iterator[Owned]:
 def a_postgres() -> PostgresServer:
     """A PostgreSQL that waits for no disk."""
     return PostgresServer(settings=UNFLUSHED)
+
+
+@pytest.fixture(autouse=True)
+def _celery_state() -> Iterator[None]:
+    """Forget the applications and shared tasks of a test when it is over.
+
+    A task is shared by `shared_task`, and by `app.task` unless told otherwise: every application
+    that is finalized later gets it, before one of the same name that was declared there.
+    """
+    finalizers = set(_state._on_app_finalizers)
+    made = list(BudgetedFunction.made)
+    current, default = _state._tls.current_app, _state.default_app
+    tasks = {app: set(app._tasks) for app in list(_state._get_active_apps())}
+    yield
+    for app in list(_state._get_active_apps()):
+        if app not in tasks:
+            _state._deregister_app(app)
+        elif tasks[app]:
+            for name in set(app._tasks) - tasks[app]:
+                del app._tasks[name]
+    _state._on_app_finalizers.intersection_update(finalizers)
+    BudgetedFunction.made[:] = made
+    _state._tls.current_app, _state.default_app = current, default
 
 
 @pytest.fixture(scope="session")

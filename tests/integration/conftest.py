@@ -1,4 +1,4 @@
-"""Applications for tests; what they leave in Celery's own registries is taken out again."""
+"""Applications for tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import _state
 
 from celery_budget.integration.context import installed_on
-from celery_budget.integration.task import BudgetedFunction
 from tests.apps import steps, trying
 from tests.cluster import Cluster
 from tests.conftest import missing
@@ -22,25 +20,6 @@ from tests.services.redis import RedisServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-
-
-@pytest.fixture(autouse=True)
-def _celery_state() -> Iterator[None]:
-    """Forget the applications and shared tasks of a test when it is over."""
-    finalizers = set(_state._on_app_finalizers)
-    made = list(BudgetedFunction.made)
-    current, default = _state._tls.current_app, _state.default_app
-    tasks = {app: set(app._tasks) for app in list(_state._get_active_apps())}
-    yield
-    for app in list(_state._get_active_apps()):
-        if app not in tasks:
-            _state._deregister_app(app)
-        elif tasks[app]:
-            for name in set(app._tasks) - tasks[app]:
-                del app._tasks[name]
-    _state._on_app_finalizers.intersection_update(finalizers)
-    BudgetedFunction.made[:] = made
-    _state._tls.current_app, _state.default_app = current, default
 
 
 @pytest.fixture
