@@ -36,6 +36,29 @@ SHORT_LEASES = {
 }
 
 
+def embedded_in(folder: Path, **more: Any) -> dict[str, Any]:
+    """Return settings of the embedded default, all of it in this folder, and these besides.
+
+    That is SQLite, the filesystem transport and results in files.
+    """
+    folders = {name: folder / name for name in ("queue", "processed", "control", "results")}
+    for one in folders.values():
+        one.mkdir()
+    return {
+        "broker_url": "filesystem://",
+        "broker_transport_options": {
+            "data_folder_in": str(folders["queue"]),
+            "data_folder_out": str(folders["queue"]),
+            "processed_folder": str(folders["processed"]),
+            "control_folder": str(folders["control"]),
+            "polling_interval": 0.05,
+        },
+        "result_backend": f"file://{folders['results']}",
+        "budget_database_url": f"sqlite:///{folder / 'budget.db'}",
+        **more,
+    }
+
+
 def eventually(
     probe: Callable[[], T], until: Callable[[T], bool] = bool, seconds: float = WAIT, what: str = ""
 ) -> T:

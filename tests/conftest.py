@@ -18,7 +18,7 @@ from celery import _state
 from hypothesis import settings
 
 from celery_budget.integration.task import BudgetedFunction
-from tests.cluster import Cluster
+from tests.cluster import Cluster, embedded_in
 from tests.crash.seeds import seed
 from tests.services import pgbouncer, postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
@@ -257,20 +257,6 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
-def embedded(tmp_path: Path, sqlite_url: str) -> dict[str, Any]:
-    """Settings of the embedded default: SQLite, the filesystem transport, results in files."""
-    folders = {name: tmp_path / name for name in ("queue", "processed", "control", "results")}
-    for folder in folders.values():
-        folder.mkdir()
-    return {
-        "broker_url": "filesystem://",
-        "broker_transport_options": {
-            "data_folder_in": str(folders["queue"]),
-            "data_folder_out": str(folders["queue"]),
-            "processed_folder": str(folders["processed"]),
-            "control_folder": str(folders["control"]),
-            "polling_interval": 0.05,
-        },
-        "result_backend": f"file://{folders['results']}",
-        "budget_database_url": sqlite_url,
-    }
+def embedded(tmp_path: Path) -> dict[str, Any]:
+    """Settings of the embedded default, in the folder of the test."""
+    return embedded_in(tmp_path)

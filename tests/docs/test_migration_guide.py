@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import doctest
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.cluster import eventually
 from tests.docs.pages import ROOT, blocks_of
-from tests.docs.test_tutorial import FLAGS, LOOKS, Reader
+from tests.docs.reader import FLAGS, LOOKS, Reader
 
 PAGE = ROOT / "docs" / "howto" / "migrate-from-celery.md"
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    made = Reader(tmp_path)
-    yield made
-    made.stop()
 
 
 @pytest.mark.timeout(900)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import os
-import shlex
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from tests.cluster import WAIT, eventually
+from tests.cluster import eventually
 from tests.docs.pages import ROOT, Block, blocks_of, write_files
+from tests.docs.reader import FLAGS, LOOKS, Reader
 
 PAGE = ROOT / "docs" / "tutorial.md"
-#: Commands that only look: what they show may take a moment to be so.
-LOOKS = ("budget list", "budget report", "budget explain", "budget reconcile", "budget suggest")
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def steps() -> list[tuple[str, str]]:
@@ -32,69 +22,6 @@ def steps() -> list[tuple[str, str]]:
                 command, _, printed = part.partition("\n")
                 found.append((command, printed))
     return found
-
-
-class Reader:
-    """Somebody who does what the page says, in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[subprocess.Popen[bytes]] = []
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if "CELERY" not in name},
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-
-    def words(self, command: str) -> list[str]:
-        program, *rest = shlex.split(command)
-        return [sys.executable, *(["-m", "celery"] if program == "celery" else []), *rest]
-
-    def start(self, command: str) -> None:
-        """Do it in another terminal."""
-        with (self.folder / "worker.log").open("wb") as log:
-            self.started.append(
-                subprocess.Popen(
-                    self.words(command),
-                    cwd=self.folder,
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-
-    def do(self, command: str) -> str:
-        """Do it, and return what it prints."""
-        done = subprocess.run(
-            self.words(command),
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=2 * WAIT,  # the page itself waits for a result
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def stop(self) -> None:
-        for process in self.started:
-            process.terminate()
-        for process in self.started:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    made = Reader(tmp_path)
-    yield made
-    made.stop()
 
 
 @pytest.mark.timeout(900)

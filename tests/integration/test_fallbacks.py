@@ -23,7 +23,7 @@ from celery_budget import (
 from celery_budget.integration.fallbacks import LANE
 from celery_budget.store import schema
 from tests.apps import falling
-from tests.cluster import Cluster, eventually
+from tests.cluster import Cluster, embedded_in, eventually
 from tests.integration.support import Shop
 from tests.integration.tenant import WAIT, Tenant
 
@@ -334,24 +334,7 @@ def test_an_explanation_and_the_report_tell_the_lane(shop: Shop) -> None:
 def embedded_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One worker of three queues with a relay, on SQLite and the filesystem transport."""
     folder = tmp_path_factory.mktemp("falling")
-    for name in ("queue", "processed", "control", "results"):
-        (folder / name).mkdir()
-    cluster = Cluster(
-        folder,
-        {
-            "broker_url": "filesystem://",
-            "broker_transport_options": {
-                "data_folder_in": str(folder / "queue"),
-                "data_folder_out": str(folder / "queue"),
-                "processed_folder": str(folder / "processed"),
-                "control_folder": str(folder / "control"),
-                "polling_interval": 0.05,
-            },
-            "result_backend": f"file://{folder / 'results'}",
-            "budget_database_url": f"sqlite:///{folder / 'budget.db'}",
-            "imports": [falling.__name__],
-        },
-    )
+    cluster = Cluster(folder, embedded_in(folder, imports=[falling.__name__]))
     try:
         cluster.worker("--budget-relay", "-Q", "celery,free-q,paid-q", concurrency=2)
         yield cluster

@@ -24,7 +24,7 @@ from celery_budget.errors import InvalidAmount, PolicyError
 from celery_budget.integration.service import look_at_parked
 from celery_budget.store import schema
 from tests.apps import waiting
-from tests.cluster import Cluster, eventually
+from tests.cluster import Cluster, embedded_in, eventually
 from tests.integration.commands import Run, runner
 from tests.integration.support import Shop
 from tests.integration.tenant import WAIT, Tenant
@@ -34,24 +34,7 @@ from tests.integration.tenant import WAIT, Tenant
 def embedded_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One worker with a relay on SQLite, the filesystem transport and results in files."""
     folder = tmp_path_factory.mktemp("waiting")
-    for name in ("queue", "processed", "control", "results"):
-        (folder / name).mkdir()
-    cluster = Cluster(
-        folder,
-        {
-            "broker_url": "filesystem://",
-            "broker_transport_options": {
-                "data_folder_in": str(folder / "queue"),
-                "data_folder_out": str(folder / "queue"),
-                "processed_folder": str(folder / "processed"),
-                "control_folder": str(folder / "control"),
-                "polling_interval": 0.05,
-            },
-            "result_backend": f"file://{folder / 'results'}",
-            "budget_database_url": f"sqlite:///{folder / 'budget.db'}",
-            "imports": [waiting.__name__],
-        },
-    )
+    cluster = Cluster(folder, embedded_in(folder, imports=[waiting.__name__]))
     try:
         cluster.worker("--budget-relay", concurrency=2)
         yield cluster

@@ -16,7 +16,7 @@ from celery_budget import BudgetedTask, BudgetExceeded, UnknownBudget, budgeted,
 from celery_budget.errors import EstimateError, PolicyError, QueueFull
 from celery_budget.store import schema
 from tests.apps import steps
-from tests.cluster import WAIT, Cluster
+from tests.cluster import WAIT, Cluster, embedded_in
 from tests.integration.commands import Run, runner
 from tests.integration.delivering import delivered
 from tests.integration.support import Shop, current
@@ -276,25 +276,11 @@ def test_a_real_worker_runs_what_is_over_its_budget(
 ) -> None:
     """Retries, a chord's body, and what came without a reservation: none waits or fails."""
     folder = tmp_path_factory.mktemp("unenforced")
-    for name in ("queue", "results"):
-        (folder / name).mkdir()
     cluster = Cluster(
         folder,
-        {
-            "broker_url": "filesystem://",
-            "broker_transport_options": {
-                "data_folder_in": str(folder / "queue"),
-                "data_folder_out": str(folder / "queue"),
-                "processed_folder": str(folder / "processed"),
-                "control_folder": str(folder / "control"),
-                "polling_interval": 0.05,
-            },
-            "result_backend": f"file://{folder / 'results'}",
-            "budget_database_url": f"sqlite:///{folder / 'budget.db'}",
-            "budget_enforce": False,
-            "budget_unreserved": "reject",
-            "imports": [steps.__name__],
-        },
+        embedded_in(
+            folder, budget_enforce=False, budget_unreserved="reject", imports=[steps.__name__]
+        ),
     )
     try:
         tenant = Tenant(cluster)

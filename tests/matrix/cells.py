@@ -14,7 +14,16 @@ from pathlib import Path
 from tests.matrix.pythons import Version, told
 from tests.services.postgres import PROGRAMS
 
-__all__ = ["DEPENDENCIES", "ESSENTIALS", "STORE", "Cell", "OnPostgres", "OnPython", "Result"]
+__all__ = [
+    "DEPENDENCIES",
+    "ESSENTIALS",
+    "STORE",
+    "Cell",
+    "OnPostgres",
+    "OnPython",
+    "Result",
+    "unreachable",
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,8 +86,7 @@ class Cell:
             python = self._prepare()
             result = self._test(python, processes)
         except subprocess.CalledProcessError as exc:
-            last = (exc.stderr or "").strip().splitlines()[-1:] or [str(exc)]
-            result = Result(problem=f"not installed: {last[0]}")
+            result = Result(problem=f"not installed: {_last_line(exc)}")
         return Result(**{**vars(result), "seconds": time.monotonic() - began})
 
     def _prepare(self) -> Path:
@@ -210,10 +218,24 @@ def python_cells(
     ]
 
 
-def _uv(*arguments: str) -> None:
+def unreachable() -> str:
+    """Return why uv cannot ask its package index; empty where it can."""
+    try:
+        _uv("pip", "compile", "--refresh-package", "celery", "-", asked="celery")
+    except subprocess.CalledProcessError as exc:
+        return _last_line(exc)
+    return ""
+
+
+def _last_line(exc: subprocess.CalledProcessError) -> str:
+    return next(iter((exc.stderr or "").strip().splitlines()[-1:]), str(exc))
+
+
+def _uv(*arguments: str, asked: str | None = None) -> None:
     """Run uv in the project's folder. Raises CalledProcessError, with what it said."""
     subprocess.run(
         [sys.executable, "-m", "uv", "--quiet", *arguments],
+        input=asked,
         cwd=ROOT,
         capture_output=True,
         text=True,

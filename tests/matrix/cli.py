@@ -14,15 +14,19 @@ from tests.matrix.cells import (
     OnPostgres,
     Result,
     python_cells,
+    unreachable,
 )
 
-__all__ = ["main", "table"]
+__all__ = ["NOTHING_TO_RUN", "main", "table"]
+
+#: The exit status where there was no cell to run, which is neither well nor wrong.
+NOTHING_TO_RUN = 3
 
 _FOLDER = ROOT / "build" / "matrix"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the matrix; 1 where a cell failed, or none was run."""
+    """Run the matrix. Returns 1 where a cell failed, and `NOTHING_TO_RUN` where none could be."""
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     parser.add_argument("--python", action="append", default=[], help="3.10, for instance")
     parser.add_argument("--deps", choices=DEPENDENCIES, action="append", default=[])
@@ -48,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"{cell.name} …")
         results.append((cell, cell.run(given.processes)))
     _say(table([(cell.name, result) for cell, result in results]))
-    return int(not results or any(result.problem for _, result in results))
+    if not results:
+        return NOTHING_TO_RUN
+    return int(any(result.problem for _, result in results))
 
 
 def _cells(given: argparse.Namespace) -> tuple[list[Cell], list[str]]:
@@ -62,6 +68,9 @@ def _cells(given: argparse.Namespace) -> tuple[list[Cell], list[str]]:
         missing += [
             f"Python {pythons.told(one)}, which is not here" for one in wanted if one not in here
         ]
+        if not given.list and (problem := unreachable()):
+            missing.append(f"each Python, as there is no index to install from ({problem})")
+            here = {}
         ends = given.deps or list(DEPENDENCIES)
         if given.ends and here:
             oldest, newest = min(here), max(here)

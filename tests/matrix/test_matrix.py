@@ -140,7 +140,7 @@ def test_what_cannot_be_installed_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("results", "status"),
-    [([Result(passed=1)], 0), ([Result(passed=1), Result(problem="it")], 1), ([], 1)],
+    [([Result(passed=1)], 0), ([Result(passed=1), Result(problem="it")], 1), ([], 3)],
 )
 def test_the_status_tells_whether_all_was_well(
     results: list[Result], status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -149,6 +149,17 @@ def test_the_status_tells_whether_all_was_well(
     monkeypatch.setattr(cli, "_cells", lambda given: (cells, []))
     monkeypatch.setattr(OnPostgres, "run", lambda cell, n: results[int(cell.name)])
     assert cli.main([]) == status
+
+
+def test_without_an_index_no_python_is_run_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    assert cli.main(["--ends"]) == cli.NOTHING_TO_RUN
+    assert "left out: each Python, as there is no index to install from (" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_table_names_what_failed() -> None:
