@@ -37,10 +37,12 @@ def plain(ledger: Ledger, amount: int) -> Any:
 
 def waiting(ledger: Ledger, request: Any, **change: Any) -> Any:
     """What a request hears that waits for the balance while its budget is changed."""
-    key = Key("b", ledger.windows("b")[-1][0])
+    keys = [
+        Key(row.budget, row.window_us, row.stripe) for row in ledger.rows("balances", budget="b")
+    ]
     b = schema.budgets
     with ledger.store.transaction() as holder:
-        lock_balances(holder, ledger.root, [key])
+        lock_balances(holder, ledger.root, keys)
         beside = Beside(lambda: ledger.admit(request))
         wait_for_waiting(ledger.store)
         with ledger.store.transaction() as connection:
@@ -49,34 +51,39 @@ def waiting(ledger: Ledger, request: Any, **change: Any) -> Any:
     return beside.result()
 
 
+@pytest.fixture(params=[1, 4], ids=["one row", "four rows"])
+def rows(request: pytest.FixtureRequest, funded: Ledger) -> Ledger:
+    """The ledger's budget ``b`` in so many rows; what draws on one waits for any of them."""
+    funded.set("b", 100, stripes=request.param)
+    return funded
+
+
 @pytest.mark.parametrize(
     "change",
     [{"limit_amount": 14}, {"soft_stop": 100_000, "hard_stop": 100_000}, {"state": "frozen"}],
     ids=lambda change: next(iter(change)),
 )
-def test_what_is_changed_while_it_waits_is_obeyed(funded: Ledger, change: dict[str, Any]) -> None:
-    funded.reserve(5)
-    request = plain(funded, 10)
-    assert not isinstance(waiting(funded, request, **change), Reserved)
-    assert funded.balance() == (5, 0)
+def test_what_is_changed_while_it_waits_is_obeyed(rows: Ledger, change: dict[str, Any]) -> None:
+    rows.reserve(5)
+    request = plain(rows, 10)
+    assert not isinstance(waiting(rows, request, **change), Reserved)
+    assert rows.balance() == (5, 0)
     for table in ("reservations", "lines", "outbox", "journal"):
-        assert not funded.rows(table, reservation_id=request.reservation_id)
+        assert not rows.rows(table, reservation_id=request.reservation_id)
     # The numbers of the journal's entries have no gap.
-    numbers = sorted(row.entry for row in funded.rows("journal", budget="b"))
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    with funded.store.snapshot() as connection:
-        at = schema.balances.c.entries
-        of = (schema.balances.c.root == funded.root, schema.balances.c.budget == "b")
-        entries = connection.execute(sa.select(at).where(*of)).scalar()
-    assert entries == numbers[-1]
+    for row in rows.rows("balances", budget="b"):
+        entries = rows.rows("journal", budget="b", stripe=row.stripe)
+        assert sorted(one.entry for one in entries) == list(
+            range(row.entries - len(entries) + 1, row.entries + 1)
+        )
 
 
-def test_what_stays_within_the_new_limit_is_admitted(funded: Ledger) -> None:
-    funded.reserve(5)
-    request = plain(funded, 10)
-    heard = waiting(funded, request, limit_amount=15)
+def test_what_stays_within_the_new_limit_is_admitted(rows: Ledger) -> None:
+    rows.reserve(5)
+    request = plain(rows, 10)
+    heard = waiting(rows, request, limit_amount=15)
     assert heard == Reserved(request.reservation_id)
-    assert funded.balance() == (15, 0)
+    assert rows.balance() == (15, 0)
 
 
 def test_what_is_taken_while_it_waits_is_taken(funded: Ledger) -> None:
@@ -92,3 +99,13 @@ def test_what_is_taken_while_it_waits_is_taken(funded: Ledger) -> None:
         holder.execute(taken.values(spent=c.c.spent + 60))
     assert isinstance(beside.result(), Refused)
     assert funded.balance() == (0, 60)
+
+
+def test_of_several_rows_one_that_has_room_by_itself_is_drawn_on(rows: Ledger) -> None:
+    request = plain(rows, 10)
+    assert rows.admit(request) == Reserved(request.reservation_id)
+    [line] = rows.rows("lines", reservation_id=request.reservation_id)
+    count = len(rows.rows("balances", budget="b"))
+    assert line.stripe == request.reservation_id.bytes[15] % count
+    [entry] = rows.rows("journal", reservation_id=request.reservation_id)
+    assert (entry.stripe, entry.reserved, entry.what) == (line.stripe, 10, "reserve")

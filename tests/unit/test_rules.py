@@ -50,7 +50,7 @@ SQLITE = replace(
 WORKER = WorkerSeen(
     "w@here",
     version="1",
-    schema="0009",
+    schema="0010",
     root="default",
     ledger="d",
     mark="m",
@@ -66,7 +66,7 @@ CLEAN = Facts(
     host="here",
     pid=1,
     version="1",
-    schema="0009",
+    schema="0010",
     root="default",
     ledger="d",
     lease_seconds=60.0,
