@@ -149,9 +149,25 @@ EVENTS = _events(
         ("attempt", "outcome", "used", "charged"),
     ),
     Event("request.released", _I, "task %(task_id)s will not run: %(reason)s", ("state",)),
-    Event("request.spent", _E, f"{_TASK} is not run again after attempt %(attempt)s: %(reason)s"),
-    Event("request.unstarted", _E, f"{_TASK} ended before it was started: %(reason)s"),
-    Event("continuation.failed", _E, "task %(task_id)s cannot follow: %(error)s", ("error_type",)),
+    Event(
+        "request.spent",
+        _E,
+        f"{_TASK} is not run again after attempt %(attempt)s: %(reason)s"
+        "; see 'celery -A PROJ budget explain %(task_id)s'",
+    ),
+    Event(
+        "request.unstarted",
+        _E,
+        f"{_TASK} ended before it was started: %(reason)s"
+        "; see 'celery -A PROJ budget explain %(task_id)s'",
+    ),
+    Event(
+        "continuation.failed",
+        _E,
+        "task %(task_id)s cannot follow: %(error)s"
+        "; see 'celery -A PROJ budget explain %(task_id)s'",
+        ("error_type",),
+    ),
     # Messages and brokers
     Event(
         "message.published",
@@ -168,7 +184,8 @@ EVENTS = _events(
     Event(
         "message.quarantined",
         _E,
-        f"the message of {_TASK} is in quarantine, %(reason)s: %(error)s",
+        f"the message of {_TASK} is in quarantine, %(reason)s: %(error)s"
+        "; see 'celery -A PROJ budget quarantine show %(task_id)s'",
         ("broker", "queue"),
     ),
     Event(
@@ -177,7 +194,11 @@ EVENTS = _events(
         "the message of task %(task_id)s was never started: %(step)s",
         ("broker", "queue", "count"),
     ),
-    Event("message.unreadable", _E, "where a message went cannot be read"),
+    Event(
+        "message.unreadable",
+        _E,
+        "where a message for broker %(broker)r went cannot be read; its queue is not asked",
+    ),
     Event("message.event_lost", _W, "the task-sent event could not be stored"),
     Event("broker.down", _W, "broker %(broker)r cannot be reached: %(error)s"),
     Event("broker.up", _I, "broker %(broker)r answers again"),
@@ -224,7 +245,12 @@ EVENTS = _events(
         ("reservation_id",),
     ),
     Event("delivery.idle", _I, f"{_TASK} %(reason)s; this delivery does nothing"),
-    Event("delivery.foreign", _E, f"{_TASK} is not this delivery's to end: %(reason)s"),
+    Event(
+        "delivery.foreign",
+        _E,
+        f"{_TASK} is not this delivery's to end: %(reason)s"
+        "; see 'celery -A PROJ budget explain %(task_id)s'",
+    ),
     Event("delivery.altered", _E, f"{_TASK} is not the message that was admitted; it is dropped"),
     Event("delivery.unreserved", _W, f"{_TASK} came without a reservation and waits for budget"),
     Event("delivery.given_back", _W, "task %(task_id)s is given back, as the worker stops"),
@@ -248,9 +274,19 @@ EVENTS = _events(
         "%(call)s was called outside a budgeted task; it counts nowhere",
     ),
     Event("usage.unrecorded", _W, "usage that was not recorded: %(error)s", ("reservation_id",)),
-    Event("reply.unreadable", _E, "a chunk of a reply cannot be read for its usage"),
+    Event(
+        "reply.unreadable",
+        _E,
+        "a chunk of a reply of reservation %(reservation_id)s cannot be read for its usage; the "
+        "others are",
+    ),
     Event("reply.unfinished", _W, "of a reply that was not read to its end: %(error)s"),
-    Event("reply.unrecorded", _E, "a reply that was not read to its end could not be recorded"),
+    Event(
+        "reply.unrecorded",
+        _E,
+        "a reply of reservation %(reservation_id)s that was not read to its end could not be "
+        "recorded; see 'celery -A PROJ budget explain %(reservation_id)s'",
+    ),
     Event(
         "shadow.failed",
         _W,
@@ -269,7 +305,7 @@ EVENTS = _events(
         "metrics.unserved", _W, "metrics cannot be served on %(address)s: %(error)s; tried again"
     ),
     Event("metrics.unanswered", _D, "a scrape was not answered"),
-    Event("page.failed", _E, "%(path)s could not be shown"),
+    Event("page.failed", _E, "%(path)s could not be shown; its traceback follows"),
     # Results
     Event(
         "outcome.oversize",
@@ -310,8 +346,16 @@ EVENTS = _events(
         "that pools transactions, give the database's own URL as budget_listen_url)",
     ),
     Event("step.failed", _E, "%(step)s failed; it is tried again"),
-    Event("recovery.failed", _E, "could not recover %(piece)s of task %(task_id)s"),
-    Event("recovery.postpone_failed", _E, "nor could %(piece)s of task %(task_id)s be postponed"),
+    Event(
+        "recovery.failed",
+        _E,
+        "could not recover %(piece)s of task %(task_id)s; it is tried again later",
+    ),
+    Event(
+        "recovery.postpone_failed",
+        _E,
+        "nor could %(piece)s of task %(task_id)s be postponed; the next sweep meets it again",
+    ),
     Event("alert.raised", _W, "alert: %(said)s", ("alert_id", "kind", "name")),
     Event(
         "alert.put_off",
@@ -331,14 +375,21 @@ EVENTS = _events(
         "alert.given_up",
         _E,
         "the alert %(alert_id)s could not be told in %(count)d tries (%(reason)s) and is told no "
-        "more: %(said)s",
+        "more: %(said)s"
+        "; see 'celery -A PROJ budget alerts'",
         ("kind",),
     ),
     Event("parked.put_off", _I, "what is parked as %(parked_id)s stays so: %(error)s"),
-    Event("parked.failed", _E, "what is parked as %(parked_id)s stays so: %(error_type)s"),
+    Event(
+        "parked.failed",
+        _E,
+        "what is parked as %(parked_id)s stays so: %(error_type)s; it is tried again later",
+    ),
     Event("parked.give_up_failed", _E, "task %(task_id)s cannot be given up; it is tried again"),
     Event(
-        "parked.listener_failed", _E, "what is to hear that task %(task_id)s was given up failed"
+        "parked.listener_failed",
+        _E,
+        "what is to hear that task %(task_id)s was given up failed; it is not told again",
     ),
     Event("window.unmade", _W, "no window could be made ahead for budget %(name)r: %(error)s"),
     Event("budget.spread", _I, "the counters of budget %(name)r are over %(stripes)d rows now"),
@@ -364,13 +415,15 @@ EVENTS = _events(
         "spool.refused", _E, "the ledger does not take %(entry)s of the spool; it is moved aside"
     ),
     Event(
-        "spool.invalid", _E, "%(path)s is no entry of this spool, and moved aside: %(error_type)s"
+        "spool.invalid", _E, "%(path)s is no entry of this spool: %(error_type)s; it is moved aside"
     ),
-    Event("spool.unreadable", _E, "%(path)s cannot be read: %(error)s"),
+    Event(
+        "spool.unreadable", _E, "%(path)s cannot be read: %(error)s; see that this user may read it"
+    ),
     Event(
         "spool.unwritable",
         _E,
-        "%(path)s cannot be written: what the ledger cannot be told is kept in memory: %(error)s",
+        "%(path)s cannot be written: %(error)s; what the ledger cannot be told is kept in memory",
     ),
     # Telemetry
     Event(

@@ -1,7 +1,8 @@
-"""By what the texts that people read are judged."""
+"""How texts that people read are found in the code, and by what they are judged."""
 
 from __future__ import annotations
 
+import ast
 import re
 
 _VERBS = (
@@ -20,3 +21,21 @@ REMEDY = re.compile(
 JARGON = re.compile(
     r"Traceback|line \d+, in |psycopg\.errors|sqlalchemy\.|sqlite3\.|\(Background on|NoneType"
 )
+
+
+def written(node: ast.expr) -> str | None:
+    """What a literal says, with ``…`` for what is put in; none for what is no literal."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
+        return "".join(map(str, parts))
+    if isinstance(node, ast.BinOp):
+        left, right = written(node.left), written(node.right)
+        return f"{left or '…'}{right or '…'}" if left or right else None
+    return None
+
+
+def whole(template: str) -> re.Pattern[str]:
+    """What a text with ``…`` in it stands for."""
+    return re.compile(".*".join(map(re.escape, template.split("…"))), re.DOTALL)

@@ -237,7 +237,7 @@ def _exceeded(weight: int, *limits: int | None) -> int | None:
 
 def _check_queues(name: str, queues: Any) -> None:
     if not isinstance(queues, tuple) or not all(isinstance(one, str) for one in queues):
-        raise InvalidLane(f"queues of lane {name!r} are {queues!r}; give a tuple of their names")
+        raise InvalidLane(f"queues of lane {name!r} are {queues!r}; give a list of their names")
     if not queues:
         raise InvalidLane(f"lane {name!r} feeds no queue; name at least one (--queue)")
     if len(queues) > MOST_QUEUES:

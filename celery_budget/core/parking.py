@@ -62,7 +62,9 @@ class Parking:
 
     def __post_init__(self) -> None:
         if self.on_refused not in (None, RAISE, PARK, FALLBACK):
-            raise PolicyError(f"on_refused= is {self.on_refused!r}; give {RAISE!r} or {PARK!r}")
+            raise PolicyError(
+                f"on_refused= is {self.on_refused!r}; give {RAISE!r}, {PARK!r} or {FALLBACK!r}"
+            )
         given = self.park_for
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if given is not None and not (number and 0 < given <= MOST_SECONDS):

@@ -433,6 +433,9 @@ def _fields(what: str, task_name: str, template: str) -> list[str]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as exc:
-        raise PolicyError(f"{what} {template!r} of {task_name} is no template: {exc}") from exc
+        raise PolicyError(
+            f"{what} {template!r} of {task_name} is no template: {exc}; correct it, and write "
+            "'{{' and '}}' for braces that are part of a name"
+        ) from exc
     # "{a.b[0]}" starts from the argument a.
     return [field.split(".")[0].split("[")[0] for _, field, _, _ in parts if field is not None]

@@ -68,22 +68,24 @@ def summed(task_name: str, calls: Sequence[Terms], arguments: Mapping[str, objec
     first; the owner is that of the first call. Stage, estimator, version, tenant, deadline,
     parking, lanes and whether it is enforced are those of the first call as well.
 
-    :param arguments: what the fingerprint is of, beside the task's name.
+    :param arguments: what the fingerprint is of, beside the task's name; ``task`` is whose calls
+        they are.
     :raises InvalidAmount: where a sum is too large.
     :raises PolicyError: where one of the calls draws on a budget twice, as it would by itself.
     """
+    called = f"{task_name} over {arguments['task']}"
     amounts: dict[tuple[str, str], int] = {}
     for call in calls:
         names = [line.budget for line in call.evaluation.lines]
         for name in names:
             if names.count(name) > 1:
                 raise PolicyError(
-                    f"one item of {task_name} draws on budget {name!r} twice; name it once"
+                    f"one item of {called} draws on budget {name!r} twice; name it once"
                 )
         for line in call.evaluation.lines:
             key = line.budget, line.charge
             total = amounts.get(key, 0) + line.amount
-            amounts[key] = check_amount(total, f"the summed estimate for {task_name}")
+            amounts[key] = check_amount(total, f"the summed estimate for {called}")
     lines = tuple(Line(budget, amount, charge) for (budget, charge), amount in amounts.items())
     return replace(
         calls[0],

@@ -63,7 +63,7 @@ class KombuQueues:
         try:
             names = self._names(read(envelope))
         except Exception:
-            logger.exception("message.unreadable")
+            logger.exception("message.unreadable", broker=broker)
             return None
         if not names or time.monotonic() < self._rests_until.get(broker, 0.0):
             return None

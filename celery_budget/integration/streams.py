@@ -54,7 +54,7 @@ class Reading:
         try:
             self._gathered.add(chunk)
         except Exception:
-            logger.exception("reply.unreadable")
+            logger.exception("reply.unreadable", reservation_id=self._attempt.reservation_id)
 
     def finish(self, died: bool) -> None:
         """Record what has arrived; once.
@@ -81,7 +81,7 @@ class Reading:
         except SoftTimeLimitExceeded:
             raise
         except Exception:
-            logger.exception("reply.unrecorded")
+            logger.exception("reply.unrecorded", reservation_id=self._attempt.reservation_id)
             self._attempt.unfinished.remove(self._at_end)
 
     def _record(self, died: bool) -> Exception | None:

@@ -113,7 +113,9 @@ def _queue_of(
     try:
         route = app.amqp.router.route(given, name, args, kwargs)
     except QueueNotFound as error:
-        raise PolicyError(f"a call of {name} goes nowhere: {error}") from error
+        raise PolicyError(
+            f"a call of {name} goes nowhere: {error}; add it there, or name another queue"
+        ) from error
     queue = route.get("queue") or app.amqp.default_queue
     exchange, key = route.get("exchange"), route.get("routing_key")
     kind = route.get("exchange_type") or getattr(queue.exchange, "type", "direct")

@@ -178,7 +178,7 @@ class Views:
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(
-                f"a number of entries is an integer from 1 on, not {limit!r}; give one"
+                f"limit= is a number of entries, an integer from 1 on, not {limit!r}; give one"
             )
         return shown.journal(self.reading, self.settings, name, limit)
 
@@ -190,7 +190,7 @@ class Views:
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(
-                f"a number of messages is an integer from 1 on, not {limit!r}; give one"
+                f"limit= is a number of messages, an integer from 1 on, not {limit!r}; give one"
             )
         return shown.quarantined(self.reading, self.settings, limit)
 
@@ -213,7 +213,7 @@ class Views:
         """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(
-                f"a number of requests is an integer from 1 on, not {limit!r}; give one"
+                f"limit= is a number of requests, an integer from 1 on, not {limit!r}; give one"
             )
         return shown.parked(self.reading, self.settings, limit)
 
@@ -421,7 +421,7 @@ class Views:
         """
         if type(limit) is not int or limit < 1:
             raise InvalidAmount(
-                f"a number of holds is an integer from 1 on, not {limit!r}; give one"
+                f"limit= is a number of holds, an integer from 1 on, not {limit!r}; give one"
             )
         return shown.explain_budget(self.reading, self.settings, name, limit, amount)
 

@@ -55,7 +55,9 @@ def price(what: Unpriced, configured: Configured) -> Priced:
     except LookupError as exc:
         raise UnknownPrice(what.model, what.provider) from exc
     except ValueError as exc:
-        raise PolicyError(f"what {what.model!r} is to charge for cannot be: {exc}") from exc
+        raise PolicyError(
+            f"what {what.model!r} is to charge for cannot be: {exc}; correct what cost() is given"
+        ) from exc
     if not _covers(genai, prices, what.counts):
         raise UnknownPrice(what.model, what.provider)
     return Priced(check_amount(math.ceil(total * MICRO), "a price in micro-dollars"), version)

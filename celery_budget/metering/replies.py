@@ -292,8 +292,8 @@ def _check_numbers(told: Mapping[str, Any]) -> None:
         if str(name).lower().endswith(NUMBERS):
             if isinstance(value, bool) or not (value is None or isinstance(value, (int, float))):
                 raise InvalidReply(
-                    f"the usage of a reply has {value!r} as {name}, a number"
-                    "; record amounts instead"
+                    f"the usage of a reply has {value!r} as {name}, where a number "
+                    "is wanted; record amounts instead"
                 )
             continue
         for part in value if isinstance(value, (list, tuple)) else (value,):

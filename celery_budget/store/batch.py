@@ -487,8 +487,12 @@ def _insert(
         )
         for row in existing:
             found.setdefault((row.owner, row.request_id, row.nesting), row)
-    if any(key not in found for key in first):
-        raise StoreError("a request was released while it was repeated; try again", True)
+    for owner, request_id, nesting in first:
+        if (owner, request_id, nesting) not in found:
+            said = (
+                f"request {request_id!r} of {owner!r} was released while it was repeated; try again"
+            )
+            raise StoreError(said, True)
     return found, inserted
 
 

@@ -281,7 +281,9 @@ class Store:
                 self._version = cursor.execute("PRAGMA data_version").fetchone()[0]
             except self._engine.dialect.loaded_dbapi.Error as error:
                 self._stop_watching()
-                raise StoreError(f"{self.url} cannot be watched: {error}", True) from error
+                raise StoreError(
+                    f"{self.url} cannot be watched: {error}; try again", True
+                ) from error
         return self._version != before
 
     def _stop_watching(self) -> None:
@@ -503,7 +505,12 @@ class Store:
             raise _translate(_shown(engine or self._engine), error) from error
         except exc.TimeoutError as error:
             url = _shown(engine or self._engine)
-            raise StoreError(f"no connection to {url} was free: {error}", True) from error
+            # Its text ends with an address of SQLAlchemy's manual.
+            raise StoreError(
+                f"no connection to {url} was free: {error.args[0]}; try again, with fewer threads "
+                "at a time",
+                True,
+            ) from error
         except UnicodeEncodeError as error:
             # By the driver, of what no database takes for text: half a character.
             url = _shown(engine or self._engine)

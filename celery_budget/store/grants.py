@@ -102,8 +102,8 @@ def adjust(
     check_text(reason, "the reason of an adjustment")
     if type(amount) is not int or not 0 < abs(amount) <= MAX_AMOUNT:
         raise InvalidAmount(
-            f"an adjustment is an integer from 1 to 2^63-1, added or taken away, not {amount!r}"
-            "; give one"
+            f"an adjustment of {budget!r} is an integer from 1 to 2^63-1, added or taken away, not "
+            f"{amount!r}; give one"
         )
     window_us = _level(connection, root, budget).window_us
     same = {"budget": budget, "amount": amount}

@@ -130,14 +130,12 @@ def declare(connection: Connection, root: str, name: str, terms: Mapping[str, An
     What waits in it goes by its new terms. What it holds of a queue that it feeds no longer stays
     in it. Locks the root, then the lane's row: a dispatch that goes on is waited for.
 
-    :raises InvalidLane: for terms that no lane has, and where another lane feeds a queue.
+    :param terms: by their names, which whoever calls has checked.
+    :raises InvalidLane: for values that cannot be, and where another lane feeds a queue.
     """
     lock_root(connection, root)
     before = find(connection, root, name).get(name)
-    try:
-        lane = Lane(name, **{"queues": (), **terms}) if before is None else replace(before, **terms)
-    except TypeError as error:
-        raise InvalidLane(f"lane {name!r} has no such term: {error}; correct it") from None
+    lane = Lane(name, **{"queues": (), **terms}) if before is None else replace(before, **terms)
     write(connection, root, lane)
     return lane
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -64,7 +65,7 @@ def turn_to(
     if not found.budgets:
         raise PolicyError(
             f"lane {lane!r} has no budgets, and nothing would be asked for; give it some: "
-            "'celery -A PROJ budget lane set NAME --budget NAME'"
+            f"'celery -A PROJ budget lane set {shlex.quote(lane)} --budget NAME'"
         )
     of = lines_of(connection, root, reservation_id)
     before = {line.budget: line for line in of}

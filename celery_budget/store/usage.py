@@ -120,11 +120,12 @@ def record(
             changes[unit] += _assume(connection, root, reservation_id, whose[unit], drawn[unit][1])
     metered = [line for unit in changes for line in drawn[unit][1]]
     totals, earlier = _totals(metered, changes)
-    if max(totals.values()) > MAX_AMOUNT:
-        raise InvalidAmount(
-            f"usage of {max(totals.values())} in one request cannot be counted"
-            "; record less at a time"
-        )
+    for line in metered:
+        if totals[line.line] > MAX_AMOUNT:
+            raise InvalidAmount(
+                f"one request cannot have used {totals[line.line]} {line.unit} of budget "
+                f"{line.budget!r}; record at most 2^63-1 in all"
+            )
     exceeded = None
     with taken_out(connection, row):
         write_lines(connection, root, reservation_id, {"used": totals, **earlier})
@@ -205,7 +206,7 @@ def _drawn_on(of: Lines, used: Used) -> dict[str, tuple[int, Lines]]:
         raise PolicyError(
             "the task draws on no budget that is charged what it uses of what a reply tells; it "
             f"can record {', '.join(sorted(by_unit)) or 'nothing'}"
-            "; name one of these with unit="
+            "; name one of these with unit=, or leave the reply out"
         )
     return drawn
 

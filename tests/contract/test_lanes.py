@@ -327,8 +327,6 @@ def test_a_queue_has_one_lane(funded: Ledger) -> None:
     with pytest.raises(InvalidLane, match="'celery' of lane 'other' is fed by lane 'llm'"):
         lane(funded, "other")
     assert list(funded.store.read(lanes.find, funded.root)) == ["llm"]
-    with pytest.raises(InvalidLane, match="no such term"):
-        lane(funded, colour="red")
     with pytest.raises(InvalidLane, match="feeds no queue"):
         lane(funded, "other", queues=())
     lane(funded, queues=("a", "b"))

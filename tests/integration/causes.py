@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
@@ -261,6 +262,16 @@ def an_extra_that_is_not_installed(scene: Scene) -> None:
 @cause
 def a_connection_to_another_database(scene: Scene) -> None:
     other = sqlite3.connect(scene.folder / "other.db")
+    try:
+        with scene.shop.budget.enlist(other):
+            pass
+    finally:
+        other.close()
+
+
+@cause
+def a_connection_to_another_kind_of_database(scene: Scene) -> None:
+    other = psycopg.connect(scene.postgres().replace("+psycopg", ""))
     try:
         with scene.shop.budget.enlist(other):
             pass

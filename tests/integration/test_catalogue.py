@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import ClickException
 
 from celery_budget import errors
 from celery_budget.core.declarations import tomllib
 from celery_budget.errors import BudgetError
+from tests.integration.calls import names
 from tests.integration.causes import CAUSES, Scene
 from tests.integration.support import Shop
 from tests.messages import JARGON, REMEDY
@@ -21,9 +23,10 @@ from tests.messages import JARGON, REMEDY
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 ENTRIES: list[dict[str, Any]] = tomllib.loads((HERE / "catalogue.toml").read_text())["error"]
+TEXTS: list[dict[str, Any]] = tomllib.loads((HERE / "texts.toml").read_text())["text"]
 BY_CAUSE = {entry["cause"]: entry for entry in ENTRIES}
 #: Causes that need a PostgreSQL.
-NEED_SERVERS = {"a_replica_that_does_not_answer"}
+NEED_SERVERS = {"a_connection_to_another_kind_of_database", "a_replica_that_does_not_answer"}
 
 
 def parameters() -> list[Any]:
@@ -68,9 +71,30 @@ def test_an_error_as_it_is_met(
         assert vars(again) == vars(error)
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda one: one["cause"])
+@pytest.mark.parametrize("entry", TEXTS, ids=lambda one: one["call"][:60])
+def test_a_text_as_it_is_met(
+    entry: dict[str, Any],
+    make_shop: Callable[..., Shop],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    scene = Scene(make_shop, monkeypatch, tmp_path, str)
+    call = compile(entry["call"], "texts.toml", "eval")
+    with pytest.raises((BudgetError, ClickException)) as met:
+        eval(call, names(scene))  # noqa: S307 - our own file
+    assert type(met.value).__name__ == entry["class"]
+    text = str(met.value)
+    assert pattern(entry["text"]).fullmatch(text), text
+    assert entry["about"] in text
+
+
+@pytest.mark.parametrize(
+    "entry", [*ENTRIES, *TEXTS], ids=lambda one: one.get("cause") or one["call"][:60]
+)
 def test_its_text_is_of_use(entry: dict[str, Any]) -> None:
     text = entry["text"]
+    # What a command says is a sentence.
+    text = text.removesuffix(".") if "command(" in entry.get("call", "") else text
     assert entry["about"], "it names what it is about"
     assert REMEDY.search(text), "it says what to do"
     assert not JARGON.search(text)

@@ -189,6 +189,18 @@ def test_a_traceback_comes_with_an_exception(caplog: pytest.LogCaptureFixture) -
     assert "ValueError: why" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "event",
+    [event for event in EVENTS.values() if event.level >= logging.ERROR],
+    ids=lambda event: event.name,
+)
+def test_an_error_says_to_what_it_happened_and_what_follows(event: Event) -> None:
+    happened, *follows = event.text.split("; ")
+    assert "%(" in happened
+    assert follows
+    assert event.text[-1] not in ".;,:!"
+
+
 def rows(title: str) -> list[list[str]]:
     """Return the cells of a table's rows, from one heading of the page on."""
     page = (ROOT / "docs" / "log-events.md").read_text(encoding="utf-8")

@@ -1,18 +1,21 @@
-"""Texts of errors in the code: each says what to do, and what users meet has a type."""
+"""Texts of errors in the code: each says what to do, is raised by a test, and has a type."""
 
 from __future__ import annotations
 
 import ast
 import builtins
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from celery_budget import errors
-from tests.messages import JARGON, REMEDY
+from celery_budget.core.declarations import tomllib
+from tests.messages import JARGON, REMEDY, whole, written
 
 PACKAGE = Path(errors.__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 #: Their own text is written in the class, and judged where they are raised.
 MADE_OF_ARGUMENTS = {
     name for name in errors.__all__ if "__init__" in vars(getattr(errors, name))
@@ -21,6 +24,8 @@ SPOKEN = {*errors.__all__} - MADE_OF_ARGUMENTS | {
     "BadParameter", "ClickException", "UsageError", "WrongUse", "fail",
 }  # fmt: skip
 
+#: What ends so ends with what another one says.
+OTHERS = (": …", "; …")
 #: Told in a log line that says what to do after it (``relay.unwoken``).
 GOES_ON = {"no notification arrives over …"}
 
@@ -59,25 +64,31 @@ def called(node: ast.AST | None) -> str:
     return of.id if isinstance(of, ast.Name) else of.attr if isinstance(of, ast.Attribute) else ""
 
 
-def written(node: ast.expr) -> str | None:
-    """What a literal says, with ``…`` for what is put in; none for what is no literal."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.JoinedStr):
-        parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
-        return "".join(map(str, parts))
-    if isinstance(node, ast.BinOp):
-        left, right = written(node.left), written(node.right)
-        return f"{left or '…'}{right or '…'}" if left or right else None
-    return None
+def calls(tree: ast.Module) -> Iterator[tuple[int, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and called(node) in SPOKEN and node.args:
+            yield node.lineno, node.args[0]
+
+
+def returned(tree: ast.Module) -> Iterator[tuple[int, ast.expr]]:
+    """What classes of errors say by themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__str__":
+            for one in ast.walk(node):
+                if isinstance(one, ast.Return) and one.value is not None:
+                    yield one.lineno, one.value
 
 
 TEXTS = [
-    (f"{name}:{node.lineno}", said)
+    (f"{name}:{line}", said)
     for name, tree in modules()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Call) and called(node) in SPOKEN and node.args
-    if (said := written(node.args[0])) is not None
+    for line, node in calls(tree)
+    if (said := written(node)) is not None
+]
+OWN = [
+    (f"errors.py:{line}", said)
+    for line, node in returned(ast.parse((PACKAGE / "errors.py").read_text()))
+    if (said := written(node)) is not None
 ]
 
 
@@ -90,7 +101,7 @@ def test_every_text_says_what_to_do() -> None:
         (where, said)
         for where, said in TEXTS
         # What ends with what another error says, or with one of several remedies, has that one's.
-        if not REMEDY.search(said) and not said.endswith((": …", "; …")) and said not in GOES_ON
+        if not REMEDY.search(said) and not said.endswith(OTHERS) and said not in GOES_ON
     ]
     assert without == []
 
@@ -99,6 +110,54 @@ def test_no_text_ends_a_sentence_or_is_for_developers() -> None:
     # The command line ends it; a log line goes on after it.
     wrong = [one for one in TEXTS if one[1][-1] in ".;,:!" or JARGON.search(one[1])]
     assert wrong == []
+
+
+def words(template: str) -> set[str]:
+    """Each three words of it in a row, between what is put in."""
+    rows = [part.split() for part in template.split("…")]
+    return {" ".join(row[at : at + 3]) for row in rows for at in range(len(row) - 2)}
+
+
+def literals(tree: ast.Module) -> Iterator[str]:
+    """What is written in a module, without its documentation; patterns without their escapes."""
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs:
+            yield (written(node) or "").replace("\\", "")
+
+
+def test_every_text_is_raised_by_a_test() -> None:
+    """One of the catalogue, whole, or three words of it that no other text has in a test's own."""
+    templates = {said: where for where, said in (*OWN, *TEXTS)}
+    met = {
+        entry["text"]
+        for name, table in (("catalogue", "error"), ("texts", "text"))
+        for entry in tomllib.loads((TESTS / "integration" / f"{name}.toml").read_text())[table]
+    }
+    said = {
+        one
+        for path in TESTS.rglob("*.py")
+        if path != Path(__file__)
+        for one in literals(ast.parse(path.read_text()))
+    }
+    everything = "\n".join(said)
+    shared = Counter(row for template in templates for row in words(template))
+    raised = set()
+    for text in met:
+        fitting = [one for one in templates if whole(one).search(text)]
+        # What is put in can be anything: a text is that of the template that says most of it, and
+        # of those that end with what another one says.
+        raised |= {
+            max(fitting, key=len, default=""),
+            *(one for one in fitting if one.endswith(OTHERS)),
+        }
+    left = {
+        where: template
+        for template, where in templates.items()
+        if template not in raised
+        and not any(shared[row] == 1 and row in everything for row in words(template))
+    }
+    assert left == {}
 
 
 def test_what_users_meet_has_a_type() -> None:

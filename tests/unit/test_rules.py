@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from celery_budget.core import rules
 from celery_budget.core.checkup import (
     BrokerSeen,
     Facts,
@@ -19,6 +21,7 @@ from celery_budget.core.checkup import (
     WorkerSeen,
 )
 from celery_budget.core.rules import RULES, judge
+from tests.messages import JARGON, REMEDY, whole, written
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
 
@@ -262,6 +265,40 @@ WRONG: list[tuple[str, str, str, Facts]] = [
 ]
 
 
+#: What cannot be seen, and which rules do not look then.
+SKIPPED: list[tuple[Facts, set[str]]] = [
+    (
+        replace(CLEAN, workers=None, workers_why="the broker cannot be reached"),
+        {
+            "workers", "workers-extension", "workers-ledger", "workers-version",
+            "workers-lease", "workers-clock", "pool-size", "max-connections",
+        },
+    ),
+    (
+        store(error="refused"),
+        {
+            "migrations", "read-only", "disk", "sqlite-network", "sqlite-hosts", "durability",
+            "standbys", "server-version", "statement-timeout", "clock", "time-zones", "relay",
+            "distributed",
+        },
+    ),
+    (store(standbys=None), {"standbys"}),
+    (
+        store(schema_error="version 0006"),
+        {"read-only", "time-zones", "relay", "distributed"},
+    ),
+    (broker(error=None), {"broker"}),
+]  # fmt: skip
+#: All that rules judge in these tests.
+SEEN = [
+    *(facts for _, _, _, facts in WRONG),
+    *(facts for facts, _ in SKIPPED),
+    replace(CLEAN, replica=None),
+    replace(sqlite(), brokers=broker(transport="filesystem").brokers),
+    store(distributed=True, undistributed=tuple("abcdef")),
+]
+
+
 def problems(facts: Facts) -> list[tuple[str, str, str]]:
     found = judge(facts)
     return [
@@ -299,33 +336,45 @@ def test_every_rule_is_triggered_by_some_test() -> None:
     assert len({rule.id for rule in RULES}) == len(RULES)
 
 
+def templates() -> dict[str, str]:
+    """What functions of the rules say, by where, with ``…`` for what is put in."""
+    found = {}
+    for path in sorted(Path(rules.__file__).parent.glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                body = ast.Module(function.body, [])
+                parts = {
+                    id(part) for node in ast.walk(body) for part in getattr(node, "values", ())
+                }
+                parts |= {id(node.value) for node in ast.walk(body) if isinstance(node, ast.Expr)}
+                for node in ast.walk(body):
+                    said = written(node) if isinstance(node, ast.expr) else None
+                    if said and " " in said.replace("…", "") and id(node) not in parts:
+                        found[f"{path.name}:{node.lineno}"] = said  # type: ignore[attr-defined]
+    return found
+
+
+def test_every_rule_says_each_of_its_texts_in_some_test() -> None:
+    seen = {one.seen for facts in (CLEAN, sqlite(), *SEEN) for one in judge(facts).findings}
+    left = {
+        where: said
+        for where, said in templates().items()
+        if not any(whole(said).search(one) for one in seen)
+    }
+    assert left == {}
+
+
+def test_every_rule_says_what_to_do() -> None:
+    for rule in RULES:
+        assert REMEDY.search(rule.remedy), rule.id
+        assert not JARGON.search(rule.why + rule.remedy)
+
+
 @pytest.mark.parametrize(
     ("facts", "skipped"),
-    [
-        (
-            replace(CLEAN, workers=None, workers_why="the broker cannot be reached"),
-            {
-                "workers", "workers-extension", "workers-ledger", "workers-version",
-                "workers-lease", "workers-clock", "pool-size", "max-connections",
-            },
-        ),
-        (
-            store(error="refused"),
-            {
-                "migrations", "read-only", "disk", "sqlite-network", "sqlite-hosts", "durability",
-                "standbys", "server-version", "statement-timeout", "clock", "time-zones", "relay",
-                "distributed",
-            },
-        ),
-        (store(standbys=None), {"standbys"}),
-        (
-            store(schema_error="version 0006"),
-            {"read-only", "time-zones", "relay", "distributed"},
-        ),
-        (broker(error=None), {"broker"}),
-    ],
+    SKIPPED,
     ids=["workers", "ledger", "standbys", "tables", "broker"],
-)  # fmt: skip
+)
 def test_what_cannot_be_seen_is_skipped_with_the_reason(facts: Facts, skipped: set[str]) -> None:
     found = judge(facts)
     assert {one.id for one in found.of("skipped")} == skipped

@@ -300,7 +300,7 @@ def test_what_json_cannot_hold_is_refused(on_sqlite: Caller, value: Any) -> None
             assert first.value == "before"
         with (
             effect(on_sqlite.client.given, "mail") as again,
-            pytest.raises(EffectError, match="had"),
+            pytest.raises(EffectError, match="'mail' was had before, and keeps"),
         ):
             again.store(1)
         on_sqlite.client.commit()

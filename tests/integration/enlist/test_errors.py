@@ -199,7 +199,7 @@ def test_django_in_autocommit(given: tuple[str], make_caller: Make) -> None:
     client = caller.client
     assert isinstance(client, Django)
     client.end()
-    refuse(caller, client.given, r"'enlist' is in autocommit.*transaction.atomic\(\)")
+    refuse(caller, client.given, r"'enlist' is in autocommit.* block inside transaction.atomic\(\)")
     client.begin()
 
 
