@@ -199,7 +199,7 @@ EVENTS = _events(
         _E,
         "where a message for broker %(broker)r went cannot be read; its queue is not asked",
     ),
-    Event("message.event_lost", _W, "the task-sent event could not be stored"),
+    Event("message.event_lost", _W, f"the task-sent event of {_TASK} could not be stored"),
     Event("broker.down", _W, "broker %(broker)r cannot be reached: %(error)s"),
     Event("broker.up", _I, "broker %(broker)r answers again"),
     Event("broker.blocked", _W, "the broker takes no messages: %(reason)s"),
@@ -336,7 +336,8 @@ EVENTS = _events(
     Event(
         "relay.handed_back",
         _W,
-        "the broker does not answer; what was not published is given back",
+        "the relay on %(store)s has not stopped within %(seconds)g s, as a broker does not answer; "
+        "what was not published is given back",
     ),
     Event("relay.woken", _I, "the relay is woken by notifications"),
     Event(

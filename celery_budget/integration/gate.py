@@ -535,14 +535,14 @@ class _Sink:
         self._batch = batch
         self._decide = decide
         self._parent = parent
-        self._first = True
+        self._message: WireMessage | None = None
         self._admitted: Admitted | None = None
 
     def __call__(self, wire: WireMessage) -> None:
-        if not self._first:
-            self._take_event(wire)
+        if self._message is not None:
+            self._take_event(wire, self._message)
             return
-        self._first = False
+        self._message = wire
         continuation = self._call.origin == "continuation"
         attempt = self._call.attempt
         if self._request is None:
@@ -569,7 +569,7 @@ class _Sink:
         elif self._decide is not None:
             self._admitted = self._decide(wire)
 
-    def _take_event(self, wire: WireMessage) -> None:
+    def _take_event(self, wire: WireMessage, message: WireMessage) -> None:
         """Have an event published by the relay, if what it tells of is to be."""
         request = self._request
         if self._batch is not None:
@@ -579,7 +579,9 @@ class _Sink:
             try:
                 admission.enqueue(self._budget.store, self._budget.settings, wire)
             except StoreError:
-                logger.exception("message.event_lost")
+                logger.exception(
+                    "message.event_lost", task=message.task_name, task_id=message.task_id
+                )
 
 
 def _led(attempt: Attempt | None) -> Mapping[str, Any]:

@@ -140,7 +140,7 @@ class _Running:
         end = time.monotonic() + FINISH_SECONDS
         self._relaying.join(FINISH_SECONDS)
         if self._relaying.is_alive():
-            logger.event("relay.handed_back")
+            logger.event("relay.handed_back", store=self._budget.store.url, seconds=FINISH_SECONDS)
             handing = _thread("hand-back", self._hand_back)
             handing.start()
             handing.join(HAND_BACK_SECONDS)

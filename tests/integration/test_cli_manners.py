@@ -330,7 +330,7 @@ def test_how_much_is_logged(
             number = getattr(logging, level.upper())
             if own.isEnabledFor(number):
                 seen.append(level)
-        Logger("celery_budget.x").event("message.event_lost")
+        Logger("celery_budget.x").event("message.event_lost", task="t", task_id="1")
         return []
 
     monkeypatch.setattr(shop.budget, "balances", balances)
@@ -340,7 +340,7 @@ def test_how_much_is_logged(
     # Whatever the level of those above says; INFO is off unless asked for.
     assert [one for one in seen if one != "info" or "info" in shows] == expected
     if options in (["-v"], ["-vv"]):
-        assert "WARNING celery_budget.x: the task-sent event could not be stored" in done.err
+        assert "WARNING celery_budget.x: the task-sent event of task t[1]" in done.err
     assert (own.level, list(own.handlers), logging.getLogger("alembic").level) == before
 
 

@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import uuid
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,54 @@ TOLD = {"event", "exception"}
 #: Where handlers and levels are set, and nothing is logged.
 SETS_UP = [ROOT / "celery_budget" / "cli" / "streams.py"]
 LOGS = {"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"}
+
+NOT_YET = "not yet raised by a test"
+#: Events at WARNING or above that no test sees, and why.
+UNSEEN: dict[str, str] = {
+    "request.spent": NOT_YET,
+    "request.unstarted": NOT_YET,
+    "continuation.failed": NOT_YET,
+    "message.postponed": NOT_YET,
+    "message.unreadable": NOT_YET,
+    "broker.blocked": NOT_YET,
+    "broker.unasked": NOT_YET,
+    "broker.slow": NOT_YET,
+    "attempt.lapsed": NOT_YET,
+    "attempt.lost": NOT_YET,
+    "delivery.unreserved": NOT_YET,
+    "delivery.given_back": NOT_YET,
+    "usage.late": NOT_YET,
+    "usage.unrecorded": NOT_YET,
+    "reply.unreadable": NOT_YET,
+    "reply.unfinished": NOT_YET,
+    "reply.unrecorded": NOT_YET,
+    "shadow.failed": NOT_YET,
+    "page.failed": NOT_YET,
+    "outcome.unstored": NOT_YET,
+    "result.start_unstored": NOT_YET,
+    "result.cancel_unknown": NOT_YET,
+    "result.untold": NOT_YET,
+    "result.unreadable": NOT_YET,
+    "result.unstorable": NOT_YET,
+    "result.unforgotten": NOT_YET,
+    "relay.unwoken": NOT_YET,
+    "step.failed": NOT_YET,
+    "recovery.failed": NOT_YET,
+    "recovery.postpone_failed": NOT_YET,
+    "alert.raised": NOT_YET,
+    "alert.put_off": NOT_YET,
+    "alert.call_failed": NOT_YET,
+    "parked.failed": NOT_YET,
+    "parked.give_up_failed": NOT_YET,
+    "window.unmade": NOT_YET,
+    "lane.failed": NOT_YET,
+    "lane.end_failed": NOT_YET,
+    "store.unreachable": NOT_YET,
+    "store.waits": NOT_YET,
+    "store.untold": NOT_YET,
+    "spool.invalid": NOT_YET,
+    "spool.unreadable": NOT_YET,
+}
 
 
 def named(path: Path) -> str:
@@ -199,6 +249,74 @@ def test_an_error_says_to_what_it_happened_and_what_follows(event: Event) -> Non
     assert "%(" in happened
     assert follows
     assert event.text[-1] not in ".;,:!"
+
+
+def words(text: str) -> set[str]:
+    """Each three words of it in a row, between its fields."""
+    parts = (part.split() for part in re.split(r"%\(\w+\)[.\d]*[a-z]", text))
+    return {
+        " ".join(part[at : at + 3]).rstrip(";,:") for part in parts for at in range(len(part) - 2)
+    }
+
+
+def seen(tree: ast.Module) -> Iterator[str]:
+    """What a test looks for: its literals, but its documentation, and lists of events.
+
+    Neither is an event that it tells by itself.
+    """
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in TOLD:
+            left_out |= set(map(id, node.args))
+        if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
+            beneath = node.values if isinstance(node, ast.Dict) else node.elts
+            names = [one for one in beneath if getattr(one, "value", None) in EVENTS]
+            if len(names) > 2:
+                left_out |= set(map(id, names))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in left_out:
+            # A pattern without its escapes.
+            yield str(node.value).replace("\\", "")
+
+
+def unseen(sources: Iterator[str]) -> set[str]:
+    """Return the events at WARNING or above that these tests do not look for.
+
+    An event is looked for by its name, or by three words of its text that no other event has.
+    """
+    everything = "\n".join({one for source in sources for one in seen(ast.parse(source))})
+    shared = Counter(row for event in EVENTS.values() for row in words(event.text))
+    return {
+        event.name
+        for event in EVENTS.values()
+        if event.level >= logging.WARNING
+        and not re.search(rf"(?<![\w.]){re.escape(event.name)}(?![\w.])", everything)
+        and not any(shared[row] == 1 and row in everything for row in words(event.text))
+    }
+
+
+def test_every_event_that_somebody_should_look_at_is_raised_by_a_test() -> None:
+    tests = (path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    assert unseen(path.read_text(encoding="utf-8") for path in tests) == set(UNSEEN)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_seen"),
+    [
+        ("assert told(caplog) == ['lane.failed']", True),
+        ("assert 'could not be dispatched' in caplog.text", True),
+        ("assert text.match(r'lane .* could not be dispatched\\;')", True),
+        ("assert 'lane.failed_over' in text", False),
+        ("assert 'tries it again' in caplog.text", True),
+        ("assert 'task %s could not be ended' in caplog.text", False),
+        ("'lane.failed could not be dispatched'", False),
+        ("logger.exception('lane.failed', lane='x')", False),
+        ("EVENTS = ['lane.failed', 'lane.overdue', 'lane.end_failed']", False),
+        ("LEVELS = {'a': 'lane.failed', 'b': 'lane.overdue', 'c': 'lane.end_failed'}", False),
+    ],
+)
+def test_what_a_test_looks_for(source: str, is_seen: bool) -> None:
+    assert ("lane.failed" not in unseen(iter([source]))) is is_seen
 
 
 def rows(title: str) -> list[list[str]]:
