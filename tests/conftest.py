@@ -17,9 +17,11 @@ import pytest
 from celery import _state
 from hypothesis import settings
 
+from celery_budget.events import EVENTS, PREFIX
 from celery_budget.integration.task import BudgetedFunction
 from tests.cluster import Cluster, embedded_in
 from tests.crash.seeds import seed
+from tests.messages import Told
 from tests.services import pgbouncer, postgres, rabbitmq, redis
 from tests.services.base import Service, ServiceUnavailable
 from tests.services.pgbouncer import PgBouncer
@@ -135,6 +137,22 @@ def _celery_state() -> Iterator[None]:
     _state._on_app_finalizers.intersection_update(finalizers)
     BudgetedFunction.made[:] = made
     _state._tls.current_app, _state.default_app = current, default
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Told:
+    """Return the fields of each time that an event was logged in this test."""
+
+    def found(name: str) -> list[dict[str, Any]]:
+        records = [vars(one) for one in caplog.records]
+        fields = EVENTS[name].fields
+        return [
+            {field: one[PREFIX + field] for field in fields}
+            for one in records
+            if one.get(PREFIX + "event") == name
+        ]
+
+    return found
 
 
 @pytest.fixture(scope="session")

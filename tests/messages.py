@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
+from typing import Any
+
+#: The fields of each time that an event was logged.
+Told = Callable[[str], list[dict[str, Any]]]
 
 _VERBS = (
     "add|ask|begin|bring|call|change|check|choose|close|connect|correct|create|declare|do|drop|end|"

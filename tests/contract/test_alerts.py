@@ -16,6 +16,7 @@ from celery_budget.core.alerts import Alert
 from celery_budget.core.budgets import Share
 from celery_budget.relay import Unpublishable
 from celery_budget.store import Store, alerts
+from tests import messages
 from tests.contract.racers import at_once
 from tests.contract.support import RETURNED, Ledger
 
@@ -221,7 +222,7 @@ def test_all_budgets_have_their_turn(looker: Looker, monkeypatch: pytest.MonkeyP
 
 
 def test_what_raises_is_told_again_and_at_last_given_up(
-    looker: Looker, caplog: pytest.LogCaptureFixture
+    looker: Looker, caplog: pytest.LogCaptureFixture, told: messages.Told
 ) -> None:
     def broken(alert: Alert) -> None:
         raise RuntimeError("no way to the pager")
@@ -242,6 +243,9 @@ def test_what_raises_is_told_again_and_at_last_given_up(
     assert (stands.state, stands.told) == ("failed", None)
     assert "no way to the pager" in caplog.text
     assert "told no more" in caplog.text
+    assert {one["error_type"] for one in told("alert.call_failed")} == {"RuntimeError"}
+    assert len(told("alert.put_off")) == MOST_TRIES - 1
+    assert {one["name"] for one in told("alert.raised")} == {"b"}
 
 
 def test_a_crash_between_the_call_and_its_mark_tells_it_again(

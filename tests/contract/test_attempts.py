@@ -22,6 +22,7 @@ from celery_budget.settlement import Attempt
 from celery_budget.store import attempts
 from celery_budget.store.attempts import Delivery
 from tests.contract.support import BOOT, RAISED, RETRIED, RETURNED, Ledger
+from tests.messages import Told
 
 
 def test_a_claimed_attempt_runs(funded: Ledger) -> None:
@@ -189,7 +190,7 @@ def test_nothing_is_done_without_the_fence(funded: Ledger, what: str) -> None:
     assert funded.dump() == before
 
 
-def test_an_attempt_that_lost_its_claim_changes_only_its_usage(funded: Ledger) -> None:
+def test_an_attempt_that_lost_its_claim_changes_only_its_usage(funded: Ledger, told: Told) -> None:
     request, first = funded.start(10)
     funded.lapse(request)
     assert funded.recover().rerun == 1
@@ -203,6 +204,7 @@ def test_an_attempt_that_lost_its_claim_changes_only_its_usage(funded: Ledger) -
     second.record(5)
     assert second.end(RETURNED)
     assert funded.balance() == (0, 9)
+    assert told("attempt.lapsed")
 
 
 def test_close_erases_the_outcome_and_the_messages(funded: Ledger) -> None:

@@ -20,6 +20,7 @@ from celery_budget.store import inquiries
 from celery_budget.store.inquiries import Inquiry
 from tests.contract.racers import at_once
 from tests.contract.support import BOOT, RETRIED, RETURNED, Ledger
+from tests.messages import Told
 
 
 @dataclass
@@ -408,7 +409,7 @@ def test_many_are_asked_about_in_turn(
 
 
 def test_a_bound_on_attempts_holds_for_those_that_were_asked_about(
-    funded: Ledger, tasks: Tasks
+    funded: Ledger, tasks: Tasks, told: Told
 ) -> None:
     funded.settings = replace(funded.settings, max_deliveries=1)
     request = funded.reserve(10)
@@ -418,6 +419,7 @@ def test_a_bound_on_attempts_holds_for_those_that_were_asked_about(
     tasks.answers = [{None: 2}]
     assert ask(funded, tasks) == 1
     assert (funded.state(request), funded.balance()) == ("settled", (0, 2))
+    assert told("attempt.lost")
 
 
 def test_it_is_shown_how_often_a_task_was_asked(funded: Ledger, tasks: Tasks) -> None:

@@ -22,6 +22,7 @@ from celery_budget.dispatcher import Dispatcher
 from celery_budget.errors import InvalidLane, QueueFull, UnknownLane
 from celery_budget.store import continuations, dispatching, lanes, preflight
 from tests.contract.support import RETURNED, Ledger, admit_many, message_of
+from tests.messages import Told
 
 Q = "celery"
 
@@ -565,3 +566,36 @@ def test_without_lanes_a_pass_looks_once(funded: Ledger) -> None:
     assert relay.run_once(
         funded.store, funded.settings, funded.broker, funded.results.ended
     ) == replace(relay.Relayed())
+
+
+def test_a_lane_that_cannot_be_dispatched_is_told_and_tried_again(
+    funded: Ledger, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane(funded)
+    funded.reserve(1)
+
+    def locked(*_: object) -> None:
+        raise ConnectionError("locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatching, "dispatch", locked)
+        assert funded.relay().published == 0
+    assert told("lane.failed") == [{"lane": "llm"}]
+    assert funded.relay().published == 1
+
+
+def test_what_cannot_be_ended_is_told_and_ended_by_the_next_pass(
+    funded: Ledger, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane(funded, max_wait_us=60_000_000, paused=True)
+    request = funded.reserve(1)
+    funded.put("outbox", {"due_us": funded.now() - 61_000_000})
+
+    def locked(*_: object) -> None:
+        raise ConnectionError("locked")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatching, "end", locked)
+        funded.relay()
+    assert told("lane.end_failed") == [{"task_id": request.task_id}]
+    assert funded.relay().released == 1

@@ -28,6 +28,7 @@ from celery_budget.errors import BudgetExceeded, ParkingFull, RequestConflict, U
 from celery_budget.store import continuations, parked, schema
 from tests.contract.racers import at_once
 from tests.contract.support import RETRIED, RETURNED, Ledger, Swept, message_of
+from tests.messages import Told
 
 AGES_AGO = 1
 
@@ -552,3 +553,27 @@ def test_what_waits_is_counted_by_budget_and_listed(ledger: Ledger) -> None:
     [found] = [reconcile.find_parked(ledger.store, ledger.settings, shown[1].parked_id)]
     assert found == shown[1]
     assert reconcile.find_parked(ledger.store, ledger.settings, "nobody's") is None
+
+
+@pytest.mark.parametrize("event", ["parked.failed", "parked.give_up_failed"])
+def test_what_fails_of_what_is_parked_is_told_and_put_off(
+    funded: Ledger, told: Told, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    funded.set("b", 5)
+    request = park(funded)
+    [row] = funded.rows("parked")
+
+    def locked(*_: object) -> None:
+        raise ConnectionError("locked")
+
+    if event == "parked.failed":
+        funded.set("b", 100)
+        monkeypatch.setattr(parking.continuations, "try_parked", locked)
+        fields = {"parked_id": str(row.parked_id), "error_type": "ConnectionError"}
+    else:
+        funded.put("parked", {"deadline_us": 1})
+        monkeypatch.setattr(parking.continuations, "give_up", locked)
+        fields = {"task_id": request.task_id}
+    assert funded.sweep() == Swept(0, ())
+    assert told(event) == [fields]
+    assert len(funded.rows("parked")) == 1

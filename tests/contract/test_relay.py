@@ -20,6 +20,7 @@ from celery_budget.store import Store, claims, outbox
 from celery_budget.store.claims import Batch
 from tests.contract.racers import at_once
 from tests.contract.support import RETRIED, RETURNED, Ledger, message_of
+from tests.messages import Told
 
 LATER = 2**62
 HOLD_US = 60_000_000
@@ -245,6 +246,7 @@ def test_what_can_never_be_published_goes_into_quarantine(funded: Ledger, reason
 
 def test_a_refused_message_waits_longer_and_longer_then_goes_into_quarantine(
     funded: Ledger,
+    told: Told,
 ) -> None:
     funded.settings = replace(funded.settings, max_publishes=3)
     bad, good = funded.reserve(10), funded.reserve(10)
@@ -263,6 +265,7 @@ def test_a_refused_message_waits_longer_and_longer_then_goes_into_quarantine(
     assert (isolated.reason, isolated.failures) == ("rejected", 3)
     assert funded.balance() == (10, 0)
     assert funded.state(good) == "published"
+    assert [one["task_id"] for one in told("message.postponed")] == [bad.task_id] * 2
 
 
 def test_a_message_past_its_time_is_not_published(funded: Ledger) -> None:

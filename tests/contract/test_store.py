@@ -16,6 +16,7 @@ from celery_budget.errors import ConfigurationError, InvalidAmount, SchemaError,
 from celery_budget.store import Store, budgets, declaring, engine, migrate, schema
 from celery_budget.store.unready import Unready
 from tests.contract.support import Ledger
+from tests.messages import Told
 
 
 @pytest.fixture
@@ -77,12 +78,13 @@ def test_what_may_pass_is_tried_a_few_times(store: Store, how: str) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_worker_waits_for_as_long_as_it_takes(store: Store) -> None:
+def test_a_worker_waits_for_as_long_as_it_takes(store: Store, told: Told) -> None:
     assert store.wait_out(None, failing(20)) == 42
     stop = threading.Event()
     stop.set()
     with pytest.raises(StoreError):
         store.wait_out(stop, failing(1))
+    assert len(told("store.waits")) >= 20
 
 
 def unready(times: int) -> Any:

@@ -16,6 +16,7 @@ from celery_budget.recovery import Recovered
 from celery_budget.store import lapses, silent
 from celery_budget.suspicion import SUSPECTED
 from tests.contract.support import RETRIED, RETURNED, Ledger
+from tests.messages import Told
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US
@@ -319,7 +320,9 @@ def test_only_publishes_count_as_tries(wide: Ledger) -> None:
     assert wide.recover() == Recovered(undelivered=1, told=1)
 
 
-def test_brokers_are_asked_for_a_while_only(wide: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brokers_are_asked_for_a_while_only(
+    wide: Ledger, monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
     """What there was no time for comes first in the next pass."""
     monkeypatch.setattr(suspicion, "ASK_SECONDS", -1.0)
     request = publish(wide, envelope="empty")
@@ -328,6 +331,7 @@ def test_brokers_are_asked_for_a_while_only(wide: Ledger, monkeypatch: pytest.Mo
     assert (wide.queues.asked, wide.message(request).due_us) == ([], due_us)
     monkeypatch.undo()
     assert wide.recover() == Recovered(republished=1)
+    assert told("broker.slow") == [{"count": 1}]
 
 
 def test_what_a_worker_has_received_is_not_looked_at(wide: Ledger) -> None:

@@ -20,6 +20,7 @@ from celery_budget.store import lapses, outbox, parked, quarantine, untold
 from celery_budget.store import silent as silent_messages
 from tests.contract.racers import Beside, at_once
 from tests.contract.support import BOOT, RETURNED, Ledger, message_of
+from tests.messages import Told
 
 PAST = 5
 SECOND_US = 1_000_000
@@ -595,7 +596,7 @@ def test_what_has_gone_on_is_not_postponed(funded: Ledger) -> None:
 
 
 def test_what_cannot_even_be_postponed_holds_up_nobody(
-    funded: Ledger, monkeypatch: pytest.MonkeyPatch
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     bad, good = lapsed(funded), lapsed(funded)
     funded.put("attempts", {"lease_until_us": 2}, reservation_id=good.reservation_id)
@@ -606,3 +607,5 @@ def test_what_cannot_even_be_postponed_holds_up_nobody(
     monkeypatch.setattr(lapses, "postpone", locked)
     unreachable(funded, bad)
     assert funded.recover() == Recovered(lost=1, told=1)
+    for event in ("recovery.failed", "recovery.postpone_failed"):
+        assert [one["task_id"] for one in told(event)] == [bad.task_id]

@@ -10,6 +10,7 @@ from celery_budget.core.reservations import Outcome, Refused
 from celery_budget.errors import InvalidAmount
 from celery_budget.store import Store
 from tests.contract.support import RAISED, RETURNED, Ledger
+from tests.messages import Told
 
 MOST = 2**63 - 1
 
@@ -141,6 +142,7 @@ def test_late_usage_is_charged_in_full(
     late: list[int],
     spent: int,
     over: bool,
+    told: Told,
 ) -> None:
     request, attempt = funded.start(10, late_ack=False)
     for amount in records:
@@ -156,6 +158,7 @@ def test_late_usage_is_charged_in_full(
     assert funded.balance() == (0, spent)
     assert funded.row(request).over == over
     assert [row.late for row in funded.rows("usage")] == [False] * len(records) + [True] * len(late)
+    assert len(told("usage.late")) == len(late)
 
 
 @pytest.mark.parametrize("ended", [True, False])

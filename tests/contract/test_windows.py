@@ -21,6 +21,7 @@ from celery_budget.settings import Settings
 from celery_budget.store import Store
 from celery_budget.upkeep import EMPTY_US, HORIZON_US
 from tests.contract.support import RAISED, RETRIED, RETURNED, Ledger
+from tests.messages import Told
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US
@@ -342,7 +343,7 @@ def test_no_window_is_made_ahead(ledger: Ledger, why: str) -> None:
     assert ledger.windows() == before
 
 
-def test_a_zone_that_is_not_known_here_holds_up_no_other(ledger: Ledger) -> None:
+def test_a_zone_that_is_not_known_here_holds_up_no_other(ledger: Ledger, told: Told) -> None:
     ends = ending_soon(ledger)
     ledger.set("a", 100, period="month")
     ledger.put("balances", {"end_us": ends}, budget="a")
@@ -353,6 +354,7 @@ def test_a_zone_that_is_not_known_here_holds_up_no_other(ledger: Ledger) -> None
     assert [len(ledger.windows(name)) for name in ("a", "b")] == [1, 2]
     ledger.put("budgets", {"timezone": "UTC"}, name="a")
     assert ledger.upkeep().made == 1
+    assert [one["name"] for one in told("window.unmade")] == ["a"]
 
 
 def test_one_made_ahead_is_used_when_its_time_comes(ledger: Ledger) -> None:

@@ -23,6 +23,7 @@ from celery_budget.http import refusal_of
 from celery_budget.store import schema
 from tests.integration.delivering import delivered
 from tests.integration.support import Shop
+from tests.messages import Told
 
 asked: list[Draw] = []
 
@@ -315,7 +316,7 @@ def test_a_task_acts_for_what_was_admitted(shop: Shop) -> None:
     assert shop.amounts("tenant:b") == (0, 0, 10)
 
 
-def test_a_step_of_another_budget_fails_and_not_the_task_before(shop: Shop) -> None:
+def test_a_step_of_another_budget_fails_and_not_the_task_before(shop: Shop, told: Told) -> None:
     first, second = declare(shop), declare(shop, name="asked.second")
     with calling("a"):
         last = chain(first.si("a"), second.si("b")).apply_async()
@@ -325,6 +326,7 @@ def test_a_step_of_another_budget_fails_and_not_the_task_before(shop: Shop) -> N
     assert last.parent.state == "SUCCESS"
     assert isinstance(last.result, NotAuthorized)
     assert shop.amounts("tenant:b") == (0, 0, 10)
+    assert told("continuation.failed")
 
 
 def test_turning_to_a_lane_is_asked(shop: Shop) -> None:

@@ -17,6 +17,7 @@ from celery_budget.dashboard.guard import HEADERS
 from celery_budget.errors import InvalidAmount, MissingExtra, StoreError
 from celery_budget.store import schema
 from tests.integration.support import Shop
+from tests.messages import Told
 
 HOSTILE = "tenant:<script>alert(1)</script>\"'&"
 
@@ -288,7 +289,7 @@ def test_every_answer_has_the_headers_and_no_inline_code(shop: Shop, open_page: 
 
 
 def test_a_ledger_that_is_away_is_told_and_not_what_it_said(
-    shop: Shop, open_page: Open, monkeypatch: pytest.MonkeyPatch
+    shop: Shop, open_page: Open, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     client = open_page(shop)
 
@@ -308,6 +309,7 @@ def test_a_ledger_that_is_away_is_told_and_not_what_it_said(
     deadline = time.monotonic() + 60
     while client.get("/").status_code != 200:
         assert time.monotonic() < deadline
+    assert {one["consequence"] for one in told("store.unreachable")} == {"the page says so"}
 
 
 def test_without_tables_it_says_what_to_do(make_shop: Callable[..., Shop], open_page: Open) -> None:

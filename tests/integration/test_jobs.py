@@ -11,6 +11,7 @@ from celery.exceptions import TaskRevokedError
 from celery_budget import BudgetedTask, RequestNotRun, ResultGone, ResultNotReady, UnknownRequest
 from celery_budget.store import schema
 from tests.integration.support import Shop
+from tests.messages import Told
 
 OWNER = "tenant:a"
 
@@ -140,7 +141,7 @@ def test_the_backend_tells_of_what_has_no_budget_and_took_its_place(
 
 
 def test_a_backend_that_is_down_hides_only_progress(
-    shop: Shop, result: Any, monkeypatch: pytest.MonkeyPatch
+    shop: Shop, result: Any, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     def down(*args: Any) -> None:
         raise OSError("down")
@@ -154,6 +155,7 @@ def test_a_backend_that_is_down_hides_only_progress(
     shop.sql(schema.reservations.update().values(state="lost"))
     with pytest.raises(OSError, match="down"):
         shop.budget.result(result.id, owner=OWNER)
+    assert told("result.unreadable") == [{"task_id": result.id}]
 
 
 def test_another_owner_finds_nothing(shop: Shop, result: Any) -> None:

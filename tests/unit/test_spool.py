@@ -19,6 +19,7 @@ from celery_budget.core.reservations import Again, Outcome
 from celery_budget.core.retries import FAILED, Keep
 from celery_budget.core.usage import Used
 from celery_budget.spool import ASIDE, Ended, Entry, Lost, Patience, Spool, Usage
+from tests.messages import Told
 
 RESERVATION = uuid.UUID(int=1)
 CLAIM = uuid.UUID(int=2)
@@ -244,7 +245,7 @@ def test_a_broken_file_is_moved_aside_and_told_once(
     assert (spool.folder / (name + ASIDE)).read_bytes() == content
 
 
-def test_an_entry_whose_content_was_changed_is_moved_aside(spool: Spool) -> None:
+def test_an_entry_whose_content_was_changed_is_moved_aside(spool: Spool, told: Told) -> None:
     put(spool, USED)
     (path,) = spool.folder.iterdir()
     changed = json.loads(path.read_bytes())
@@ -252,6 +253,7 @@ def test_an_entry_whose_content_was_changed_is_moved_aside(spool: Spool) -> None
     path.write_text(json.dumps(changed))
     assert taken(spool) == []
     assert files(spool) == [path.name + ASIDE]
+    assert [one["path"] for one in told("spool.invalid")] == [str(path)]
 
 
 def test_other_files_and_links_are_left_alone(spool: Spool, tmp_path: Path) -> None:

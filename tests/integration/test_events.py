@@ -1,0 +1,64 @@
+"""Events at WARNING or above that nothing else raises, by what raises them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from celery_budget import admission, budgeted
+from celery_budget.errors import StoreError
+from celery_budget.integration.queues import KombuQueues
+from celery_budget.integration.results import BackendResults
+from celery_budget.store import schema
+from tests.integration.support import Shop
+from tests.messages import Told
+
+
+def declare(shop: Shop) -> object:
+    @budgeted(budget="tenant:a", estimate=1)
+    @shop.app.task(name="shop.draft")
+    def draft() -> None:
+        pass
+
+    return draft
+
+
+def test_an_event_that_cannot_be_stored_is_lost_and_its_task_is_not(
+    make_shop: Callable[..., Shop], told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = make_shop(task_send_sent_event=True)
+    declare(shop)
+
+    def away(*_: object) -> None:
+        raise StoreError("away", retryable=True)
+
+    monkeypatch.setattr(admission, "enqueue", away)
+    result = shop.task("shop.draft").delay()
+    assert told("message.event_lost") == [{"task": "shop.draft", "task_id": result.id}]
+    assert shop.counts()["admitted"] == 1
+
+
+def test_a_result_that_rpc_cannot_store(make_shop: Callable[..., Shop], told: Told) -> None:
+    BackendResults(make_shop(result_backend="rpc://").app).ended("1", "cancelled")
+    assert told("result.unstorable") == [{"task_id": "1", "reason": "cancelled"}]
+
+
+def test_a_backend_that_can_forget_nothing(make_shop: Callable[..., Shop], told: Told) -> None:
+    shop = make_shop(result_backend="celery.backends.base:BaseBackend")
+    BackendResults(shop.app).forget("1")
+    assert told("result.unforgotten") == [{"task_id": "1"}]
+
+
+def test_a_message_whose_queue_cannot_be_read(shop: Shop, told: Told) -> None:
+    assert KombuQueues(shop.app).loads("", "no envelope") is None
+    assert told("message.unreadable") == [{"broker": ""}]
+
+
+def test_a_broker_that_cannot_be_asked(make_shop: Callable[..., Shop], told: Told) -> None:
+    shop = make_shop(broker_url="amqp://127.0.0.1:1//")
+    declare(shop)
+    shop.task("shop.draft").delay()
+    [row] = shop.rows(schema.outbox)
+    assert KombuQueues(shop.app).loads("", row.envelope) is None
+    assert [one["broker"] for one in told("broker.unasked")] == [""]
