@@ -303,7 +303,7 @@ def test_a_message_whose_task_was_started_is_not_released(
     assert funded.message(request) is None
 
 
-def test_a_result_backend_that_is_down_holds_up_nobody(funded: Ledger) -> None:
+def test_a_result_backend_that_is_down_holds_up_nobody(funded: Ledger, told: Told) -> None:
     bad, over = funded.reserve(10), funded.reserve(10, expires_us=5)
     good = funded.reserve(10)
 
@@ -320,6 +320,7 @@ def test_a_result_backend_that_is_down_holds_up_nobody(funded: Ledger) -> None:
     assert sorted(funded.results.told) == sorted(
         [(bad.task_id, "unpublishable"), (over.task_id, "expired")]
     )
+    assert told("result.untold")
 
 
 def test_messages_without_a_budget_come_and_go(ledger: Ledger) -> None:

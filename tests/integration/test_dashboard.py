@@ -351,3 +351,14 @@ def test_the_ledger_is_read_in_other_threads_and_once(
     assert len(set(answers)) == 1
     [name] = threads
     assert name.startswith("budget-dashboard")
+
+
+def test_an_error_of_ours_is_a_fault_whose_traceback_is_logged(
+    shop: Shop, open_page: Open, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise InvalidAmount("the ledger has an amount that is none")
+
+    monkeypatch.setattr(looks, "overview", broken)
+    assert open_page(shop).get("/api/overview").status_code == 500
+    assert told("page.failed") == [{"path": "/api/overview"}]

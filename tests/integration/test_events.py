@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from celery import states
+from celery.app.task import Context
 
-from celery_budget import admission, budgeted
+from celery_budget import Estimator, admission, budgeted
 from celery_budget.errors import StoreError
+from celery_budget.integration.execution import AttemptBackend, say_started
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
 from celery_budget.store import schema
@@ -62,3 +66,47 @@ def test_a_broker_that_cannot_be_asked(make_shop: Callable[..., Shop], told: Tol
     [row] = shop.rows(schema.outbox)
     assert KombuQueues(shop.app).loads("", row.envelope) is None
     assert [one["broker"] for one in told("broker.unasked")] == [""]
+
+
+def test_a_start_that_cannot_be_stored(
+    shop: Shop, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: object, **__: object) -> None:
+        raise OSError("down")
+
+    monkeypatch.setattr(shop.app.backend, "store_result", down)
+    request = Context(id="1")
+    AttemptBackend(shop.app.backend).store_result("1", {}, states.STARTED, request=request)
+    say_started(request)
+    assert told("result.start_unstored") == [{"task_id": "1"}]
+
+
+def test_a_task_that_has_had_its_attempts(make_shop: Callable[..., Shop], told: Told) -> None:
+    shop = make_shop(task_always_eager=True)
+
+    @budgeted(budget="tenant:a", estimate=1, max_attempts=1)
+    @shop.app.task(name="shop.again", bind=True, max_retries=None)
+    def again(self: Any) -> None:
+        raise self.retry(exc=ValueError("no"), countdown=0)
+
+    shop.task("shop.again").apply()
+    [spent] = told("request.spent")
+    assert (spent["task"], spent["attempt"], spent["reason"]) == ("shop.again", 1, "max_attempts")
+
+
+def test_a_shadow_that_fails_is_told_once(shop: Shop, told: Told) -> None:
+    def bad() -> int:
+        raise LookupError("no such model")
+
+    shadow = Estimator("told-once", bad)
+
+    @budgeted(budget="tenant:a", estimate=1, shadows=[shadow])
+    @shop.app.task(name="shop.shadowed")
+    def shadowed() -> None:
+        pass
+
+    for _ in range(2):
+        shop.task("shop.shadowed").delay()
+    [one] = told("shadow.failed")
+    assert "told-once" in one["shadow"]
+    assert one["task"] == "shop.shadowed"

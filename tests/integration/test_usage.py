@@ -28,6 +28,7 @@ from celery_budget.integration import streams
 from celery_budget.store import schema
 from tests.integration.support import Shop
 from tests.integration.tenant import WAIT, Tenant
+from tests.messages import Told
 from tests.replies import STREAMS, WHOLE, Dumped, LiteLLM, ToDict, load
 
 PRICES = {"m-1": {"input_mtok": 1, "output_mtok": "2"}}
@@ -408,6 +409,7 @@ def test_a_stream_that_dies_is_charged_what_is_known(
     flags: list[str],
     how: str,
     kind: Any,
+    told: Told,
 ) -> None:
     source = kind(chunks, ConnectionError("gone") if how == "broken" else None)
 
@@ -425,6 +427,7 @@ def test_a_stream_that_dies_is_charged_what_is_known(
     assert priced.flags() == flags
     if how != "thrown":
         assert source.closed == 1
+    assert bool(told("reply.unfinished")) is (len(chunks) == 1)
 
 
 def test_what_is_left_of_an_open_stream_is_recorded_with_the_tasks_end(priced: Tasks) -> None:
@@ -533,7 +536,7 @@ def test_whatever_a_reply_cannot_be_read_for_it_is_charged(
 
 
 def test_a_stream_that_cannot_be_recorded_keeps_no_task_from_its_end(
-    priced: Tasks, monkeypatch: pytest.MonkeyPatch
+    priced: Tasks, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     kept = []
 
@@ -549,6 +552,7 @@ def test_a_stream_that_cannot_be_recorded_keeps_no_task_from_its_end(
     monkeypatch.setattr(streams, "record_reply", fail)
     priced.run(body)
     assert priced.spent() == (1, 2)
+    assert len(told("reply.unrecorded")) == 2
 
 
 @pytest.mark.parametrize("odd", ["x" * 256, "\x00", "\ud800"], ids=["long", "null", "surrogate"])

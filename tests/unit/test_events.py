@@ -28,25 +28,17 @@ LOGS = {"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"}
 NOT_YET = "not yet raised by a test"
 #: Events at WARNING or above that no test sees, and why.
 UNSEEN: dict[str, str] = {
-    "request.spent": NOT_YET,
     "request.unstarted": NOT_YET,
     "broker.blocked": NOT_YET,
     "delivery.unreserved": NOT_YET,
     "delivery.given_back": NOT_YET,
     "usage.unrecorded": NOT_YET,
     "reply.unreadable": NOT_YET,
-    "reply.unfinished": NOT_YET,
-    "reply.unrecorded": NOT_YET,
-    "shadow.failed": NOT_YET,
-    "page.failed": NOT_YET,
     "outcome.unstored": NOT_YET,
-    "result.start_unstored": NOT_YET,
     "result.cancel_unknown": NOT_YET,
-    "result.untold": NOT_YET,
     "relay.unwoken": NOT_YET,
     "step.failed": NOT_YET,
     "store.untold": NOT_YET,
-    "spool.unreadable": NOT_YET,
 }
 
 

@@ -347,3 +347,13 @@ def test_patience_is_endless_without_a_stop_or_what_it_has_to_tell_on_disk(
     for patience in (Patience(None), Patience(stop, lambda: False)):
         assert not any(patience.wait(0.01) for _ in range(100))
         assert not patience.over
+
+
+def test_an_entry_that_cannot_be_read_is_told_once_and_stays(spool: Spool, told: Told) -> None:
+    put(spool, USED)
+    path = spool.folder / f"1-{'0' * 32}.json"
+    path.mkdir()
+    for _ in range(2):
+        assert taken(spool) == [USED]
+    assert [one["path"] for one in told("spool.unreadable")] == [str(path)]
+    assert path.is_dir()
