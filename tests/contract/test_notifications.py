@@ -24,6 +24,7 @@ from celery_budget.store import Store, lanes, migrate, preflight, relays, wakeup
 from tests.cluster import eventually
 from tests.contract.sleepers import NEVER, age, announced, relaying, sleeping, tell
 from tests.contract.support import RETRIED, RETURNED, Ledger
+from tests.messages import Told
 from tests.services.postgres import PostgresServer, plain_url
 
 pytestmark = [
@@ -198,7 +199,7 @@ def passes_of(ledger: Ledger) -> int:
 
 
 def test_where_no_notification_arrives_the_relay_looks_and_never_says_that_it_sleeps(
-    funded: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    funded: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, told: Told
 ) -> None:
     caplog.set_level("INFO", wakeup.__name__)
     monkeypatch.setattr(wakeup, "ARRIVE_SECONDS", 0.05)
@@ -226,6 +227,7 @@ def test_where_no_notification_arrives_the_relay_looks_and_never_says_that_it_sl
             patched.setattr(relays, "notify", notify)
             eventually(lambda: sleeping(funded), lambda found: found == [True])
     assert caplog.messages[1:] == ["the relay is woken by notifications"]
+    assert [one["seconds"] for one in told("relay.unwoken")] == [0.01]
 
 
 @pytest.mark.fault

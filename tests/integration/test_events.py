@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from celery import states
+from celery import signals, states
 from celery.app.task import Context
 
-from celery_budget import Estimator, admission, budgeted
+from celery_budget import Estimator, admission, budgeted, relay, settlement
 from celery_budget.errors import StoreError
 from celery_budget.integration.execution import AttemptBackend, say_started
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
-from celery_budget.store import schema
+from celery_budget.store import schema, wakeup
 from tests.integration.support import Shop
 from tests.messages import Told
 
@@ -110,3 +112,43 @@ def test_a_shadow_that_fails_is_told_once(shop: Shop, told: Told) -> None:
     [one] = told("shadow.failed")
     assert "told-once" in one["shadow"]
     assert one["task"] == "shop.shadowed"
+
+
+def test_a_delivery_that_cannot_start(
+    shop: Shop, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the ledger cannot be told that is said, and where it is, that the task has ended."""
+    declare(shop)
+    result = shop.task("shop.draft").delay()
+    shop.relay()
+    [message] = shop.received()
+    consumer = Mock(app=shop.app)
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreError("away", retryable=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(settlement, "unclaimed", away)
+        signals.task_rejected.send(sender=consumer, message=message, exc=None)
+    assert told("store.untold") == [{"matter": "how a delivery ended"}]
+    assert told("request.unstarted") == []
+    signals.task_rejected.send(sender=consumer, message=message, exc=None)
+    assert told("request.unstarted") == [
+        {"task": "shop.draft", "task_id": result.id, "reason": "unreadable"}
+    ]
+
+
+def test_a_pass_of_the_relay_that_fails(
+    shop: Shop, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+
+    def away(*_: object, **__: object) -> None:
+        stop.set()
+        raise StoreError("away", retryable=False)
+
+    budget = shop.budget
+    one = relay.Relay(budget.store, budget.settings, shop.publisher, BackendResults(shop.app).ended)
+    monkeypatch.setattr(one, "run_once", away)
+    relay.run(one, budget.settings, wakeup.sleeper(budget.store, budget.settings), stop)
+    assert told("step.failed") == [{"step": "a pass through the outbox"}]

@@ -767,3 +767,17 @@ class TestWorker:
         # More than the estimate: what was recorded is there.
         tenant.spent(50)
         assert tenant.story(result.id).reservation["state"] == "lost"
+
+
+def test_a_chunk_that_cannot_be_read_is_told_and_passed_on(priced: Tasks, told: Told) -> None:
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    odd = Odd()
+
+    def body() -> None:
+        assert list(usage.stream(Source([odd, *CHUNKS]))) == [odd, *CHUNKS]
+
+    assert priced.make(body).apply().state == "SUCCESS"
+    assert len(told("reply.unreadable")) == 1

@@ -28,17 +28,12 @@ LOGS = {"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"}
 NOT_YET = "not yet raised by a test"
 #: Events at WARNING or above that no test sees, and why.
 UNSEEN: dict[str, str] = {
-    "request.unstarted": NOT_YET,
     "broker.blocked": NOT_YET,
     "delivery.unreserved": NOT_YET,
     "delivery.given_back": NOT_YET,
     "usage.unrecorded": NOT_YET,
-    "reply.unreadable": NOT_YET,
     "outcome.unstored": NOT_YET,
     "result.cancel_unknown": NOT_YET,
-    "relay.unwoken": NOT_YET,
-    "step.failed": NOT_YET,
-    "store.untold": NOT_YET,
 }
 
 
