@@ -13,6 +13,7 @@ from celery_budget.integration.service import RelayService
 from celery_budget.store import claims
 from celery_budget.store.schema import outbox as table
 from tests.cluster import WAIT, Cluster, Process, eventually
+from tests.messages import Told
 from tests.services.base import LOOPBACK
 
 pytestmark = pytest.mark.fault
@@ -88,7 +89,7 @@ def test_the_relay_hands_its_batch_back_and_is_gone_in_time(stuck: Cluster) -> N
     handed_back(stuck)
 
 
-def test_a_service_is_stopped_in_time_and_can_be_started_again(stuck: Cluster) -> None:
+def test_a_service_is_stopped_in_time_and_can_be_started_again(stuck: Cluster, told: Told) -> None:
     """As beat and workers stop it."""
     for number in range(JOBS):
         stuck.task("draft").delay(number, "a")
@@ -102,6 +103,7 @@ def test_a_service_is_stopped_in_time_and_can_be_started_again(stuck: Cluster) -
         assert time.monotonic() - begin < SECONDS
         assert not service.alive
         handed_back(stuck, stops)
+    assert {one["store"] for one in told("relay.handed_back")} == {stuck.budget.store.url}
 
 
 def test_beat_goes_on_admitting_its_entries(stuck: Cluster) -> None:

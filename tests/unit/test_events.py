@@ -20,9 +20,9 @@ from celery_budget.events import EVENTS, FIELDS, PREFIX, Event, Logger
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "celery_budget").rglob("*.py"))
 TOLD = {"event", "exception"}
-#: What a logger of logging's own is asked.
 #: Where handlers and levels are set, and nothing is logged.
 SETS_UP = [ROOT / "celery_budget" / "cli" / "streams.py"]
+#: What a logger of logging's own is asked.
 LOGS = {"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"}
 
 NOT_YET = "not yet raised by a test"
