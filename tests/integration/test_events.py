@@ -10,13 +10,16 @@ from unittest.mock import Mock
 import pytest
 from celery import signals, states
 from celery.app.task import Context
+from celery.exceptions import Ignore
 
 from celery_budget import Estimator, admission, budgeted, relay, settlement
 from celery_budget.errors import StoreError
+from celery_budget.integration.context import attach
 from celery_budget.integration.execution import AttemptBackend, say_started
 from celery_budget.integration.queues import KombuQueues
 from celery_budget.integration.results import BackendResults
 from celery_budget.store import schema, wakeup
+from tests.contract.support import Ledger
 from tests.integration.support import Shop
 from tests.messages import Told
 
@@ -152,3 +155,25 @@ def test_a_pass_of_the_relay_that_fails(
     monkeypatch.setattr(one, "run_once", away)
     relay.run(one, budget.settings, wakeup.sleeper(budget.store, budget.settings), stop)
     assert told("step.failed") == [{"step": "a pass through the outbox"}]
+
+
+def test_what_is_stored_of_an_attempt_that_could_not_be(
+    shop: Shop, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Celery stores the backend's own failure as the task's; and a retry that is cut short."""
+    ledger = Ledger(shop.budget.store, shop.budget.settings)
+    backend = AttemptBackend(shop.app.backend)
+    request, attempt = ledger.start(1, budget="tenant:a")
+    context = Context(id=request.task_id)
+    attach(context, attempt)
+    attempt.called = attempt.cut_short = True
+    with pytest.raises(Ignore):
+        backend.mark_as_failure(request.task_id, OSError("down"), request=context)
+    assert told("outcome.unstored") == [{"task_id": request.task_id}]
+
+    def away(*_: object) -> None:
+        raise StoreError("away", retryable=True)
+
+    monkeypatch.setattr(attempt, "cancelled_since", away)
+    backend.mark_as_retry(request.task_id, ValueError(), None, request=context)
+    assert told("result.cancel_unknown") == [{"task_id": request.task_id}]

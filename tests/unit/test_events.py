@@ -32,8 +32,6 @@ UNSEEN: dict[str, str] = {
     "delivery.unreserved": NOT_YET,
     "delivery.given_back": NOT_YET,
     "usage.unrecorded": NOT_YET,
-    "outcome.unstored": NOT_YET,
-    "result.cancel_unknown": NOT_YET,
 }
 
 
