@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from celery import Celery
 from celery._state import get_current_worker_task
+from celery.app.task import Context
 from celery.contrib.testing.worker import start_worker
 from celery.worker import state
 from celery.worker.request import Request
@@ -18,11 +19,12 @@ from celery_budget.errors import StoreError
 from celery_budget.integration import asking as asking_module
 from celery_budget.integration import worker
 from celery_budget.integration.asking import Asking
-from celery_budget.integration.spooling import stopping
+from celery_budget.integration.spooling import gives_back, stopping
 from tests.cluster import eventually
 from tests.integration.placements import BUDGET, NAME, fresh, with_base
 from tests.integration.publication.conftest import logging_kept
 from tests.integration.support import Shop, current
+from tests.messages import Told
 
 
 def _begun(before: set[threading.Thread]) -> set[str]:
@@ -153,3 +155,18 @@ def test_a_ledger_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     clock[0] = 121.0
     assert asking.ask(ask, 0) == "told"
     assert asking.ask(ask, 0) == "told"
+
+
+def test_what_a_worker_gives_back_as_it_stops_is_told(shop: Shop, told: Told) -> None:
+    with current(shop.app):
+        result = with_base(shop.app).delay(2, "a")
+    shop.relay()
+    [message] = shop.received()
+    request = Context(message.headers)
+    assert not gives_back(shop.budget, request)
+    stopping.set()
+    try:
+        assert gives_back(shop.budget, request)
+    finally:
+        stopping.clear()
+    assert told("delivery.given_back") == [{"task_id": result.id}]
