@@ -27,6 +27,7 @@ from celery_budget.integration.results import BackendResults
 from celery_budget.relay import Relay, Relayed
 from celery_budget.store import schema
 from tests.integration.support import Shop, received
+from tests.messages import Told
 from tests.services import rabbitmq
 from tests.services.rabbitmq import RabbitServer
 
@@ -678,7 +679,7 @@ def test_a_connection_that_went_away_meanwhile_costs_no_try(
 @on_rabbitmq
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_broker_without_memory_gets_nothing_until_it_has_some(
-    make_shop: MakeShop, own_rabbitmq: RabbitServer, connected: bool, sockets: list[Any]
+    make_shop: MakeShop, own_rabbitmq: RabbitServer, connected: bool, sockets: list[Any], told: Told
 ) -> None:
     """But for what is on its way when memory runs out, as many as were sent together: that may come
     twice."""
@@ -708,6 +709,7 @@ def test_a_broker_without_memory_gets_nothing_until_it_has_some(
     assert set(found) == set(wanted)
     # After one that was answered two go out together.
     assert len(found) <= 3 + 2 * connected
+    assert told("broker.blocked")
 
 
 class Line:

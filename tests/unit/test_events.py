@@ -28,7 +28,6 @@ LOGS = {"debug", "info", "warning", "warn", "error", "critical", "fatal", "log"}
 NOT_YET = "not yet raised by a test"
 #: Events at WARNING or above that no test sees, and why.
 UNSEEN: dict[str, str] = {
-    "broker.blocked": NOT_YET,
     "delivery.unreserved": NOT_YET,
     "usage.unrecorded": NOT_YET,
 }
