@@ -1,6 +1,6 @@
 """What a worker says of its attempts in one statement each, on PostgreSQL.
 
-Stored functions (``migrations/versions/*_8.sql``) do what :mod:`~celery_budget.store.attempts` and
+Stored functions (``migrations/versions``) do what :mod:`~celery_budget.store.attempts` and
 :mod:`~celery_budget.store.usage` do, where nothing out of the ordinary follows: none is returned,
 and nothing was changed, where it is for those to decide. Each is a transaction of its own. The
 locks are those of the functions that they stand for.
