@@ -104,6 +104,7 @@ def _events(*events: Event) -> Mapping[str, Event]:
 
 
 _TASK = "task %(task)s[%(task_id)s]"
+_EXPLAINED = "see 'celery -A PROJ budget explain %(task_id)s'"
 _RUN = "attempt %(attempt)s of reservation %(reservation_id)s"
 _LOST_RUN = "attempt %(attempt)s of task %(task)s[%(task_id)s]"
 _D, _I, _W, _E = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
@@ -152,20 +153,17 @@ EVENTS = _events(
     Event(
         "request.spent",
         _E,
-        f"{_TASK} is not run again after attempt %(attempt)s: %(reason)s"
-        "; see 'celery -A PROJ budget explain %(task_id)s'",
+        f"{_TASK} is not run again after attempt %(attempt)s: %(reason)s; {_EXPLAINED}",
     ),
     Event(
         "request.unstarted",
         _E,
-        f"{_TASK} ended before it was started: %(reason)s"
-        "; see 'celery -A PROJ budget explain %(task_id)s'",
+        f"{_TASK} ended before it was started: %(reason)s; {_EXPLAINED}",
     ),
     Event(
         "continuation.failed",
         _E,
-        "task %(task_id)s cannot follow: %(error)s"
-        "; see 'celery -A PROJ budget explain %(task_id)s'",
+        f"task %(task_id)s cannot follow: %(error)s; {_EXPLAINED}",
         ("error_type",),
     ),
     # Messages and brokers
@@ -248,8 +246,7 @@ EVENTS = _events(
     Event(
         "delivery.foreign",
         _E,
-        f"{_TASK} is not this delivery's to end: %(reason)s"
-        "; see 'celery -A PROJ budget explain %(task_id)s'",
+        f"{_TASK} is not this delivery's to end: %(reason)s; {_EXPLAINED}",
     ),
     Event("delivery.altered", _E, f"{_TASK} is not the message that was admitted; it is dropped"),
     Event("delivery.unreserved", _W, f"{_TASK} came without a reservation and waits for budget"),

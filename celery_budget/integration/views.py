@@ -176,10 +176,7 @@ class Views:
 
         :raises UnknownBudget: where there is no such budget.
         """
-        if type(limit) is not int or limit < 1:
-            raise InvalidAmount(
-                f"limit= is a number of entries, an integer from 1 on, not {limit!r}; give one"
-            )
+        _check_number(limit, "entries")
         return shown.journal(self.reading, self.settings, name, limit)
 
     def quarantine(self, limit: int = 100) -> list[shown.Quarantined]:
@@ -188,10 +185,7 @@ class Views:
         Messages that could not be published, whose requests have ended as ``unpublishable``, and
         requests that have failed for good. They hold no budget.
         """
-        if type(limit) is not int or limit < 1:
-            raise InvalidAmount(
-                f"limit= is a number of messages, an integer from 1 on, not {limit!r}; give one"
-            )
+        _check_number(limit, "messages")
         return shown.quarantined(self.reading, self.settings, limit)
 
     def quarantined(self, some_id: str) -> shown.Quarantined:
@@ -211,10 +205,7 @@ class Views:
 
     def parked(self, limit: int = 100) -> list[shown.ParkedRequest]:
         """Return what waits for budget, at most ``limit``; budget by budget, the next one first."""
-        if type(limit) is not int or limit < 1:
-            raise InvalidAmount(
-                f"limit= is a number of requests, an integer from 1 on, not {limit!r}; give one"
-            )
+        _check_number(limit, "requests")
         return shown.parked(self.reading, self.settings, limit)
 
     def queued(self) -> tuple[shown.Queued, ...]:
@@ -419,11 +410,15 @@ class Views:
         :raises UnknownBudget: where there is no such budget.
         :raises InvalidBudget: for a template.
         """
-        if type(limit) is not int or limit < 1:
-            raise InvalidAmount(
-                f"limit= is a number of holds, an integer from 1 on, not {limit!r}; give one"
-            )
+        _check_number(limit, "holds")
         return shown.explain_budget(self.reading, self.settings, name, limit, amount)
+
+
+def _check_number(limit: object, of: str) -> None:
+    if type(limit) is not int or limit < 1:
+        raise InvalidAmount(
+            f"limit= is a number of {of}, an integer from 1 on, not {limit!r}; give one"
+        )
 
 
 def _percent(value: float | Decimal | str) -> Decimal:
