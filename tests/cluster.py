@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +71,19 @@ def eventually(
         if time.monotonic() > end:
             raise AssertionError(f"{what or 'the awaited state'} did not come; last: {value!r}")
         time.sleep(0.05)
+
+
+def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask sessions' leaders to end, all at once; kill the session of one that does not."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 class Process:

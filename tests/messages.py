@@ -44,3 +44,9 @@ def written(node: ast.expr) -> str | None:
 def whole(template: str) -> re.Pattern[str]:
     """What a text with ``…`` in it stands for."""
     return re.compile(".*".join(map(re.escape, template.split("…"))), re.DOTALL)
+
+
+def phrases(template: str) -> set[str]:
+    """Return each three words in a row of a text, between what is put in (``…``)."""
+    parts = [part.split() for part in template.split("…")]
+    return {" ".join(part[at : at + 3]) for part in parts for at in range(len(part) - 2)}

@@ -6,18 +6,16 @@ import ast
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from tests.cluster import WAIT, eventually
+from tests.cluster import WAIT, end_all, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "readme"
@@ -118,15 +116,7 @@ class Shop:
         return log
 
     def stop(self) -> None:
-        for process in self.started:
-            process.terminate()
-        for process in self.started:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        end_all(self.started)
 
     def result(self, task_id: str) -> dict[str, Any]:
         path = self.folder / "results" / f"celery-task-meta-{task_id}"

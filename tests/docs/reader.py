@@ -5,13 +5,11 @@ from __future__ import annotations
 import doctest
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from tests.cluster import WAIT
+from tests.cluster import WAIT, end_all
 
 #: Commands that only look: what they show may take a moment to be so.
 LOOKS = ("budget list", "budget report", "budget explain", "budget reconcile", "budget suggest")
@@ -63,12 +61,4 @@ class Reader:
         return done.stdout
 
     def stop(self) -> None:
-        for process in self.started:
-            process.terminate()
-        for process in self.started:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        end_all(self.started)

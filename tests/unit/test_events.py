@@ -16,6 +16,7 @@ import pytest
 
 from celery_budget import events
 from celery_budget.events import EVENTS, FIELDS, PREFIX, Event, Logger
+from tests.messages import phrases
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "celery_budget").rglob("*.py"))
@@ -212,10 +213,8 @@ def test_an_error_says_to_what_it_happened_and_what_follows(event: Event) -> Non
 
 def words(text: str) -> set[str]:
     """Each three words of it in a row, between its fields."""
-    parts = (part.split() for part in re.split(r"%\(\w+\)[.\d]*[a-z]", text))
-    return {
-        " ".join(part[at : at + 3]).rstrip(";,:") for part in parts for at in range(len(part) - 2)
-    }
+    template = re.sub(r"%\(\w+\)[.\d]*[a-z]", "…", text)
+    return {one.rstrip(";,:") for one in phrases(template)}
 
 
 def seen(tree: ast.Module) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from celery_budget import errors
 from celery_budget.core.declarations import tomllib
-from tests.messages import JARGON, REMEDY, whole, written
+from tests.messages import JARGON, REMEDY, phrases, whole, written
 
 PACKAGE = Path(errors.__file__).resolve().parent
 TESTS = Path(__file__).resolve().parents[1]
@@ -112,12 +112,6 @@ def test_no_text_ends_a_sentence_or_is_for_developers() -> None:
     assert wrong == []
 
 
-def words(template: str) -> set[str]:
-    """Each three words of it in a row, between what is put in."""
-    rows = [part.split() for part in template.split("…")]
-    return {" ".join(row[at : at + 3]) for row in rows for at in range(len(row) - 2)}
-
-
 def literals(tree: ast.Module) -> Iterator[str]:
     """What is written in a module, without its documentation; patterns without their escapes."""
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -141,7 +135,7 @@ def test_every_text_is_raised_by_a_test() -> None:
         for one in literals(ast.parse(path.read_text()))
     }
     everything = "\n".join(said)
-    shared = Counter(row for template in templates for row in words(template))
+    shared = Counter(row for template in templates for row in phrases(template))
     raised = set()
     for text in met:
         fitting = [one for one in templates if whole(one).search(text)]
@@ -155,7 +149,7 @@ def test_every_text_is_raised_by_a_test() -> None:
         where: template
         for template, where in templates.items()
         if template not in raised
-        and not any(shared[row] == 1 and row in everything for row in words(template))
+        and not any(shared[row] == 1 and row in everything for row in phrases(template))
     }
     assert left == {}
 
